@@ -19,28 +19,9 @@ from torch import Tensor
 from mpkit.arguments import check_choice, check_count, check_flags, check_kind
 
 __all__ = [
-    "BF16",
-    "E2M1",
-    "E2M3",
-    "E3M2",
-    "E3M4",
-    "E4M3B11FNUZ",
-    "E4M3FN",
-    "E4M3FNUZ",
-    "E5M2",
-    "E5M2FNUZ",
-    "FORMATS",
-    "FP16",
-    "FP32",
-    "FP64",
-    "OTHER_FORMATS",
-    "TF32",
-    "Fields",
-    "FloatFormat",
-    "dtype_name",
-    "get_format",
-    "p3109",
-]
+    "BF16", "E2M1", "E2M3", "E3M2", "E3M4", "E4M3B11FNUZ", "E4M3FN", "E4M3FNUZ", "E5M2", "E5M2FNUZ", "FORMATS",
+    "FP16", "FP32", "FP64", "OTHER_FORMATS", "TF32", "Fields", "FloatFormat", "dtype_name", "get_format", "p3109",
+]  # fmt: skip
 
 Specials = Literal["ieee", "nan", "none", "fnuz", "nuz"]
 Kind = Literal["zero", "subnormal", "normal", "inf", "nan"]
@@ -254,17 +235,9 @@ class FloatFormat:
         >>> FP16.decode(torch.tensor([0x3C00, 0x7BFF, 0x0001, 0xFC00]))
         tensor([1.0000e+00, 6.5504e+04, 5.9605e-08,       -inf])
         """
-        kind = patterns.dtype if isinstance(patterns, Tensor) else type(patterns).__name__
-        if not isinstance(kind, torch.dtype) or kind == torch.bool or kind.is_floating_point or kind.is_complex:
-            raise TypeError(f"bit patterns are a tensor of integers, got {kind}; encode() makes them from values")
-        wide = patterns.to(torch.int64)
         if self.bits == 64:
-            return wide.view(torch.float64)
-        if wide.numel() and not 0 <= int(wide.min()) <= int(wide.max()) < 2**self.bits:
-            raise ValueError(
-                f"patterns of {self.name} are 0 to {2**self.bits - 1:#x}, got {int(wide.min())} to {int(wide.max())}; "
-                f"mask a signed view with & {2**self.bits - 1:#x}"
-            )
+            return check_patterns(patterns, self.name, 0).view(torch.float64)
+        wide = check_patterns(patterns, self.name, self.bits)
         magnitude = wide & self._top
         field = magnitude >> self.fraction_bits
         significand = magnitude - ((field - 1).clamp(min=0) << self.fraction_bits)  # hidden bit left in for normals
@@ -342,6 +315,18 @@ class FloatFormat:
         kind: Kind = "normal" if exponent else "subnormal" if fraction else "zero"
         significand, power = self._magnitude(magnitude)
         return Fields(sign, exponent, fraction, kind, (-1) ** sign * significand * Fraction(2) ** power)
+
+
+def check_patterns(patterns: Tensor, name: str, bits: int) -> Tensor:
+    """Raise unless these are integers of so many bits (0: any); -> them as int64."""
+    kind = patterns.dtype if isinstance(patterns, Tensor) else type(patterns).__name__
+    if not isinstance(kind, torch.dtype) or kind == torch.bool or kind.is_floating_point or kind.is_complex:
+        raise TypeError(f"bit patterns are a tensor of integers, got {kind}; encode() makes them from values")
+    wide, top = patterns.to(torch.int64), 2**bits - 1
+    low, high = map(int, wide.aminmax()) if bits and wide.numel() else (0, 0)
+    if not 0 <= low <= high <= top:
+        raise ValueError(f"patterns of {name} are 0 to {top:#x}, got {low} to {high}; mask them with & {top:#x}")
+    return wide
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

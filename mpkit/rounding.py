@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_choice, check_count, check_kind
 from mpkit.formats import FloatFormat
 
 __all__ = ["MODES", "OVERFLOWS", "TOLD", "quantize", "round_to", "rounding_error", "ulp"]
@@ -64,10 +64,8 @@ def round_to(
     tensor([1.0000, 1.5000,    inf])
     """
     _check(x, fmt)
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    if overflow is not None and overflow not in OVERFLOWS:
-        raise ValueError(f"overflow must be one of {', '.join(OVERFLOWS)} or None, got {overflow!r}")
+    check_choice("mode", mode, MODES)
+    check_choice("overflow", overflow or fmt.overflow, OVERFLOWS)
     if out is not None and _likeness(out) != _likeness(x):
         raise TypeError(f"out must be like x, {_likeness(x)}, got {_likeness(out)}; torch.empty_like(x) makes one")
     x, overflow = x.detach().resolve_neg(), overflow or fmt.overflow
@@ -117,6 +115,17 @@ def check_dense(x: Tensor) -> None:
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"need a dense tensor, got a {kind} one; give its values, or x.to_dense()")
+
+
+def check_dim(x: Tensor, dim: int) -> int:
+    """Raise unless `x` is a dense float tensor that has this dim; -> the dim, counted from the end."""
+    check_dense(x)
+    if not x.is_floating_point():
+        raise TypeError(f"x must be a float tensor, got {x.dtype}; call x.float() first")
+    check_count("dim", dim, -x.dim())
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must lie in [{-x.dim()}, {x.dim() - 1}] for shape {tuple(x.shape)}, got {dim}")
+    return dim % x.dim() - x.dim()
 
 
 def _likeness(t: object) -> object:

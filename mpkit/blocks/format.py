@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_count, check_flags, check_kind
-from mpkit.formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, FP32, FloatFormat
+from mpkit.arguments import check_choice, check_count, check_flags, check_kind
+from mpkit.formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, FP32, FloatFormat, check_patterns
 
 _MX = "OCP Microscaling Formats (MX) Specification, version 1.0, 2023"
 
@@ -36,8 +36,7 @@ class PowerFormat:
 
     def decode(self, patterns: Tensor) -> Tensor:
         """Bytes (*) of an integer dtype, 0 to 255 -> (*) float32, from the bits; 2**-127 is a subnormal float32."""
-        _need_patterns(patterns, self)
-        byte = patterns.to(torch.int32)
+        byte = check_patterns(patterns, self.name, self.bits).int()
         bits = (byte << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == 255, 0x7FC00000)
         return bits.view(torch.float32)
 
@@ -98,8 +97,7 @@ class IntFormat:
 
     def decode(self, patterns: Tensor) -> Tensor:
         """Patterns (*), 0 to 2**bits - 1 -> (*) float32 values."""
-        _need_patterns(patterns, self)
-        wide, half = patterns.long(), 2 ** (self.bits - 1)
+        wide, half = check_patterns(patterns, self.name, self.bits), 2 ** (self.bits - 1)
         return ((wide ^ half) - half).float() / 2**self.fraction_bits
 
 
@@ -148,22 +146,16 @@ class BlockFormat:
     tensor_scale: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.element, FloatFormat | IntFormat):
-            raise TypeError(f"element is a FloatFormat such as E4M3FN, or INT8, got {self.element!r}")
+        check_kind("element", self.element, (FloatFormat, IntFormat), "a FloatFormat such as E4M3FN, or INT8")
         if self.element.bits > 8:
             raise ValueError(f"elements of a block format have at most 8 bits, got {self.element}")
         object.__setattr__(self, "block", _checked_block(self.block))
-        if not isinstance(self.scale, FloatFormat | PowerFormat):
-            raise TypeError(f"scale is E8M0, E4M3FN or FP32, got {self.scale!r}")
+        check_kind("scale", self.scale, (FloatFormat, PowerFormat), "E8M0, E4M3FN or FP32")
         if self.scale not in (E8M0, E4M3FN, FP32):
             raise ValueError(f"scale is E8M0, E4M3FN or FP32, got {self.scale}")
         if self.scale != E8M0 and self.scale_rounding == "floor":
             object.__setattr__(self, "scale_rounding", "te")
-        if self.scale_rounding not in (known := RULES[self.scale.name]):
-            raise ValueError(
-                f"scale_rounding with scales in {self.scale.name} is one of {', '.join(known)}, "
-                f"got {self.scale_rounding!r}"
-            )
+        check_choice(f"scale_rounding with scales in {self.scale.name}", self.scale_rounding, RULES[self.scale.name])
         check_flags(tensor_scale=self.tensor_scale)
         if self.tensor_scale and self.scale.name != "e4m3fn":
             raise ValueError(f"a tensor scale goes with E4M3FN scales, which are short of range, got {self.scale}")
@@ -189,15 +181,6 @@ def _checked_block(block: object) -> tuple[int, int]:
     if min(pair) < 1:
         raise ValueError(f"a block has at least one row and one column, got {block!r}")
     return pair
-
-
-def _need_patterns(patterns: Tensor, fmt: PowerFormat | IntFormat) -> None:
-    kind = patterns.dtype if isinstance(patterns, Tensor) else None
-    if kind is None or kind is torch.bool or kind.is_floating_point or kind.is_complex:
-        raise TypeError(f"bit patterns are a tensor of integers, got {patterns!r}")
-    low, high = map(int, patterns.long().aminmax()) if patterns.numel() else (0, 0)
-    if not 0 <= low <= high < 2**fmt.bits:
-        raise ValueError(f"patterns of {fmt.name} are 0 to {2**fmt.bits - 1:#x}, got {low} to {high}")
 
 
 MXFP8_E4M3 = BlockFormat("mxfp8_e4m3", E4M3FN)

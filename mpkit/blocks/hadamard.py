@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.arguments import check_flags, check_kind
-from mpkit.rounding import check_dense
+from mpkit.arguments import check_flags
+from mpkit.rounding import check_dim
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs of TransformerEngine 2.20."""
@@ -27,14 +27,8 @@ def hadamard(x: Tensor, dim: int = -1, *, signs: bool = True) -> Tensor:
     >>> hadamard(torch.eye(16)[0]).abs().unique()
     tensor([0.2500])
     """
-    check_kind("x", x, Tensor, "a tensor")
-    if not x.is_floating_point():
-        raise TypeError(f"x must be a float tensor, got {x.dtype}; call x.float() first")
-    check_dense(x)
-    check_kind("dim", dim, int, "an int")
+    dim = check_dim(x, dim)
     check_flags(signs=signs)
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim must lie in [{-x.dim()}, {x.dim() - 1}] for shape {tuple(x.shape)}, got {dim}")
     moved = x.detach().float().movedim(dim, -1)
     moved = F.pad(moved, (0, -moved.shape[-1] % WIDTH))
     runs = moved.reshape(-1, WIDTH)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.arguments import check_kind, is_whole
+from mpkit.arguments import check_choice, check_kind
 from mpkit.blocks.format import BlockFormat, IntFormat
 from mpkit.blocks.scales import Scales, block_scales, constant, nvfp4_from, quotient, tensor_bound, tensor_encode
 from mpkit.formats import FloatFormat
-from mpkit.rounding import MODES, Mode, check_dense, round_to, ulp
+from mpkit.rounding import MODES, Mode, check_dim, round_to, ulp
 
 _MAGNITUDE = 0x7FFFFFFF
 
@@ -44,12 +44,7 @@ class Blocks:
     @property
     def elements(self) -> Tensor:
         """Values of the element format (*) float32, in the shape of the tensor."""
-        if self.stored.dtype is torch.float32 or not self.stored.is_cpu or torch.compiler.is_compiling():
-            return self.stored.float()
-        # torch's own conversion takes twenty times as long on a CPU
-        values = torch.arange(256, dtype=torch.uint8, device="cpu").view(self.stored.dtype).float()
-        codes = self.stored.view(torch.uint8).int()
-        return values.index_select(0, codes.reshape(-1)).view(codes.shape)
+        return self.stored.float()
 
     def largest(self) -> Tensor:
         """The largest magnitude that each element could stand for under its scale, (*) float32."""
@@ -141,34 +136,20 @@ def quantize_blocks(
     return Blocks(grid.back(elements), grid.gather(scales.stored), tensor_scale, total, fmt, dim, x.dtype)
 
 
-def _checked(x: object, fmt: object, dim: object, mode: object, bits: Tensor | None) -> int:
-    """The dim, counted from the end."""
-    if not isinstance(fmt, BlockFormat):
-        raise TypeError(f"fmt is a BlockFormat such as MXFP8_E4M3, got {fmt!r}; round_to takes a FloatFormat")
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"need a float tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
-    check_dense(x)
-    if not is_whole(dim):
-        raise TypeError(f"dim is an int, got {dim!r}")
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    need = 2 if fmt.block[0] > 1 else 1
-    if x.dim() < need:
-        raise ValueError(f"{fmt.name} needs at least {need} dim(s), got shape {tuple(x.shape)}; reshape it first")
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim must lie in [{-x.dim()}, {x.dim() - 1}] for shape {tuple(x.shape)}, got {dim}")
-    dim = dim % x.dim() - x.dim()
-    if fmt.block[0] > 1 and dim < -2:
-        raise ValueError(f"{fmt.name} has blocks of the last two dims, so dim is -1 or -2, got {dim}; transpose first")
+def _checked(x: Tensor, fmt: BlockFormat, dim: int, mode: str, bits: Tensor | None) -> int:
+    """The dim counted from the end; raises what `quantize_blocks` promises."""
+    check_kind("fmt", fmt, BlockFormat, "a BlockFormat such as MXFP8_E4M3 (round_to takes a FloatFormat)")
+    dim = check_dim(x, dim)
+    check_choice("mode", mode, MODES)
+    if fmt.block[0] > 1 and (x.dim() < 2 or dim < -2):
+        raise ValueError(f"{fmt.name} has blocks of the last two dims, got dim {dim} of {tuple(x.shape)}; reshape it")
     if bits is not None:
-        if mode != "stochastic":
-            raise ValueError(f"random bits are for mode='stochastic', got mode={mode!r}")
+        if mode != "stochastic" or isinstance(fmt.element, IntFormat):
+            raise ValueError(f"bits are for mode='stochastic' and elements of a float format, got {mode!r} and {fmt}")
         if not isinstance(bits, Tensor) or bits.dtype is not torch.uint8:
             raise TypeError("bits is a uint8 tensor: 8 random bits for each element")
         if bits.shape != x.shape:
             raise ValueError(f"bits need the shape of x, {tuple(x.shape)}, got {tuple(bits.shape)}")
-        if isinstance(fmt.element, IntFormat):
-            raise ValueError("random bits are for elements of a float format; integers are rounded to nearest even")
     return dim
 
 

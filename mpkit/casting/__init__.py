@@ -21,24 +21,7 @@ from mpkit.casting.recipe import RECIPES, Cast, Recipe, uniform
 _make_checkpoints_carry_rules()
 
 __all__ = [
-    "LEVELS",
-    "PRESETS",
-    "RECIPES",
-    "Cast",
-    "Ledger",
-    "Recipe",
-    "amp_level",
-    "auto_mixed_precision",
-    "cast_like",
-    "custom_mixed_precision",
-    "end_step",
-    "get_black_list",
-    "get_white_list",
-    "ledger",
-    "recipe_linear",
-    "recipe_of",
-    "remove_mixed_precision",
-    "to_float",
-    "uniform",
-    "within",
-]
+    "LEVELS", "PRESETS", "RECIPES", "Cast", "Ledger", "Recipe", "amp_level", "auto_mixed_precision", "cast_like",
+    "custom_mixed_precision", "end_step", "get_black_list", "get_white_list", "ledger", "recipe_linear", "recipe_of",
+    "remove_mixed_precision", "to_float", "uniform", "within",
+]  # fmt: skip
