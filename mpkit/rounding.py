@@ -65,7 +65,7 @@ def round_to(
     """
     _check(x, fmt)
     check_choice("mode", mode, MODES)
-    check_choice("overflow", overflow or fmt.overflow, OVERFLOWS)
+    check_choice("overflow", fmt.overflow if overflow is None else overflow, OVERFLOWS)
     if out is not None and _likeness(out) != _likeness(x):
         raise TypeError(f"out must be like x, {_likeness(x)}, got {_likeness(out)}; torch.empty_like(x) makes one")
     x, overflow = x.detach().resolve_neg(), overflow or fmt.overflow

@@ -147,8 +147,8 @@ class Cast:
     def __post_init__(self) -> None:
         check_kind("fmt", self.fmt, (FloatFormat, BlockFormat), "a FloatFormat or BlockFormat, as E4M3FN or MXFP8_E4M3")
         in_blocks = isinstance(self.fmt, BlockFormat)
-        chosen = self.granularity or ("block" if in_blocks else "tensor")
-        check_choice("granularity", chosen, ("block",) if in_blocks else ("tensor", "axis"))
+        kinds = ("block",) if in_blocks else ("tensor", "axis")
+        chosen = check_choice("granularity", kinds[0] if self.granularity is None else self.granularity, kinds)
         object.__setattr__(self, "granularity", chosen)
         check_choice("rounding", self.rounding, MODES)
         check_kind("policy", self.policy, TensorScalePolicy, "one of tensor_scale_preset(name)", optional=True)
