@@ -127,6 +127,7 @@ def recipe_linear(x: Tensor, weight: Tensor, recipe: Recipe, scalers: dict[str, 
     check_kind("x", x, Tensor, "a tensor")
     check_kind("weight", weight, Tensor, "a tensor")
     check_kind("recipe", recipe, Recipe, "a Recipe")
+    check_kind("scalers", scalers, dict, "a dict of TensorScaler objects", optional=True)
     if not (x.is_floating_point() and weight.is_floating_point()):
         raise TypeError(f"x and weight must be float tensors, got {x.dtype} and {weight.dtype}; call .float() first")
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
