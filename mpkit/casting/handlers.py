@@ -255,6 +255,13 @@ def layer_norm_in_float32(func: ops.Function, args: Args, kwargs: Kwargs) -> obj
     return func(args[0], *cast_all(args[1:], given), **cast_all(kwargs, given))
 
 
+@cache
+def rounded_once(low: Target) -> Handler:
+    """What torch makes of operators in float32, rounding their last result alone, as a root mean square norm."""
+    wide = computed(WIDE, low)
+    return lambda func, args, kwargs: wide(func, cast_all(args, low), cast_all(kwargs, low))
+
+
 # --- functions of functions -------------------------------------------------------------------------------------------
 
 

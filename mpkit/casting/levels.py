@@ -24,13 +24,16 @@ from mpkit.casting.rules import listed, lowered
 from mpkit.formats import FloatFormat
 
 LEVELS = tuple(MINDSPORE)
-Precision = torch.dtype | FloatFormat
 Network = TypeVar("Network", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
 
 
 def auto_mixed_precision(
-    network: Network, amp_level: str = "O0", dtype: Precision = torch.float16, *, grad_dtype: FloatFormat | None = None
+    network: Network,
+    amp_level: str = "O0",
+    dtype: torch.dtype | FloatFormat = torch.float16,
+    *,
+    grad_dtype: FloatFormat | None = None,
 ) -> Network:
     """Cast the operations of `network` at a level. The same object comes back, its parameters stay float32.
 
@@ -98,7 +101,7 @@ def custom_mixed_precision(
     *,
     white_list: list[Any] | None = None,
     black_list: list[type[nn.Module]] | None = None,
-    dtype: Precision = torch.float16,
+    dtype: torch.dtype | FloatFormat = torch.float16,
     grad_dtype: FloatFormat | None = None,
 ) -> nn.Module:
     """O1's mechanism with your white list, or O2's with your black list. The same object comes back.
@@ -160,7 +163,9 @@ def amp_level(network: object) -> str:
     return "" if root is None else root.level
 
 
-def to_float(module: nn.Module, dtype: Precision, *, grad_dtype: FloatFormat | None = None) -> nn.Module:
+def to_float(
+    module: nn.Module, dtype: torch.dtype | FloatFormat, *, grad_dtype: FloatFormat | None = None
+) -> nn.Module:
     """Make `module` and every module in it compute in `dtype`; the last call wins, module by module.
 
     Float arguments (float64 too) are cast on entry and parameters where they are used; integers and bools are left
@@ -220,7 +225,7 @@ def remove_mixed_precision(network: Network) -> Network:
 def cast_like(
     network: nn.Module,
     preset: str | Recipe,
-    dtype: Precision | None = None,
+    dtype: torch.dtype | FloatFormat | None = None,
     *,
     grad_dtype: FloatFormat | None = None,
     keep: Keep = None,

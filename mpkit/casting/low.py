@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mpkit.arguments import check_kind
 from mpkit.casting.local import LOCAL
+from mpkit.casting.steps import STEPS
 from mpkit.formats import FloatFormat, dtype_name
 from mpkit.rounding import round_to
 
@@ -173,7 +174,8 @@ class Low(Tensor):
         # a rule is on, it computes a checkpointed forward again.
         backward = torch._C._current_graph_task_id() != -1 and LOCAL.rule is None
         fmt = kind.target.grad_fmt if backward else kind.target.fmt
-        out = func(*inner, **named)
+        steps = None if operands.plain or fmt.bits < 16 else STEPS.get(func)
+        out = func(*inner, **named) if steps is None else steps(partial(round_to, fmt=fmt), *inner, **named)
         if facts.writes:
             for i, name in facts.writes:
                 if isinstance(x := args[i] if i < len(args) else options.get(name), Low):

@@ -257,7 +257,7 @@ def uniform(name: str, forward: Cast, grad: Cast | None = None, weight: Cast | N
 
     Args:  forward casts input and weight; `grad` (None: the same) the gradient, `weight` (None: the same) the weight.
     """
-    grad, weight = grad or forward, weight or forward
+    grad, weight = (forward if cast is None else cast for cast in (grad, weight))
     return Recipe(name, forward, weight, grad, weight, grad, forward)
 
 

@@ -80,6 +80,7 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
         (ops.WRITTEN_BESIDE, do.written),
         (ops.PRODUCT_WITH_BIAS, do.product_then_bias(low, low, None)),
         (ops.WITH_STATISTICS, do.norm_with_statistics(low)),
+        (("rms_norm",) if isinstance(low, Emulated) else (), do.rounded_once(low)),
         (("embedding", "embedding_bag"), do.delivered_in(low)),
     )
     return Rule(handlers, do.sparing_kernels(do.parameters_in(low)), entry)
