@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from mpkit.casting import operators as ops
-from mpkit.casting.low import Emulated, Target, float_tensors, map_tensors, precision
+from mpkit.casting.low import Emulated, Low, Target, float_tensors, map_tensors, precision
 from mpkit.casting.mode import LOCAL, CastMode, Handler, as_is, cast, cast_all, computes
 
 Args = tuple[Any, ...]
@@ -245,14 +245,43 @@ def norm_with_statistics(low: Target) -> Handler:
     return run
 
 
-def layer_norm_in_float32(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+@cache
+def layer_norm_in_float32(low: Target) -> Handler:
     """A protected layer norm: the kernel computes in float32 and rounds once to the precision of its input.
 
     Its gamma and beta are rounded to that, as MindSpore 2.7 was seen to do at O2 too.
     """
-    computes(WIDE)
-    given = precision(args[0])
-    return func(args[0], *cast_all(args[1:], given), **cast_all(kwargs, given))
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        computes(WIDE)
+        given = precision(args[0])
+        return cast(func(args[0], *cast_all(args[1:], given), **cast_all(kwargs, given)), low)
+
+    return run
+
+
+@cache
+def batch_norm_in_float32(low: Target) -> Handler:
+    """A protected batch norm: float32 parameters and statistics on the input as it comes, the result in `low`."""
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        computes(WIDE)
+        # the float32 kernel reads a native 16-bit input itself; a format has no kernel of its own
+        x = cast(args[0], WIDE) if isinstance(args[0], Low) else args[0]
+        return cast(func(x, *args[1:], **kwargs), low)
+
+    return run
+
+
+@cache
+def recurrent_kernel(low: Target) -> Handler:
+    """What the compiler does not look into, as it does not look into torch's own recurrent layers."""
+    inner = computed(low)
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        return (torch.compiler.disable(inner) if is_compiling() else inner)(func, args, kwargs)
+
+    return run
 
 
 @cache

@@ -67,7 +67,8 @@ def protect_children(module: nn.Module, low: Target, protects: Callable[[nn.Modu
             continue
         for inner in child.modules():  # only the protected module itself hands over in `low`
             takes_low = type(inner).forward in (nn.BatchNorm1d.forward, nn.LayerNorm.forward)
-            mark(inner, protected(None if takes_low else _WIDE), result=low if inner is child else None)
+            result = low if inner is child else None
+            mark(inner, protected(result or _WIDE, None if takes_low else _WIDE), result=result)
 
 
 # --- the rows ---------------------------------------------------------------------------------------------------------

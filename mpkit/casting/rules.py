@@ -89,13 +89,14 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
 @rule
 def recurrent(low: Target) -> Rule:
     """A recurrent layer of torch's, which compares the dtypes of input and weights: its kernel takes all in `low`."""
-    return Rule(_table((ops.RECURRENT, do.computed(low))), None, WIDE)
+    return Rule(_table((ops.RECURRENT, do.recurrent_kernel(low))), None, WIDE)
 
 
 @rule
-def protected(entry: Target | None) -> Rule:
+def protected(low: Target, entry: Target | None) -> Rule:
     """A black-listed module: everything in float32, a norm of torch's straight from its low input in one kernel."""
-    return Rule(_table((("layer_norm",), do.layer_norm_in_float32)), None, entry, True)
+    norms = (ops.WITH_STATISTICS, do.batch_norm_in_float32(low)), (("layer_norm",), do.layer_norm_in_float32(low))
+    return Rule(_table(*norms), None, entry, True)
 
 
 # --- MindSpore's O1 ---------------------------------------------------------------------------------------------------
@@ -147,7 +148,9 @@ def listed(name: str, low: Target, entry: Target | None = None) -> Rule:
     handlers = _table(
         (() if isinstance(low, Emulated) else ops.FILLS_WITH_NUMBERS, do.filled),
         (ops.COMPOSED_OF_LISTED, do.looks_inside),
-        (products | ops.RECURRENT, compute(low)),  # a recurrent kernel is many listed products
+        (products, compute(low)),
+        # a recurrent kernel is many listed products
+        (ops.RECURRENT, compute(low) if entry is None else do.recurrent_kernel(low)),
         (ops.names_of(*lists["wide"], *lists.get("made_of_wide", ())), compute(WIDE)),
         (ops.names_of(*lists["promoted"]), do.promoted),
         *_OWN[name](low),

@@ -256,7 +256,7 @@ def test_o2_protects_children_only_and_the_norm_takes_the_networks_input_as_it_c
     with ledger(inside) as child:
         inside(torch.randn(3, 4))
     assert [row.compute for row in root.rows] == ["bfloat16"]
-    assert [(row.inputs[0], row.compute, row.output) for row in child.rows] == [("float32", "float32", ("float32",))]
+    assert [(row.inputs[0], row.compute, row.output) for row in child.rows] == [("float32", "float32", ("bfloat16",))]
     assert not [cast for cast in child.casts if cast.target == "float32" and cast.module == "0"]
 
 
