@@ -193,3 +193,57 @@ def test_getters_in_a_part_that_is_not_compiled_are_told_apart(level: str) -> No
     want = network(x)
     got = torch.compile(network, backend="eager")(x)
     assert (got.dtype, got.tolist()) == (want.dtype, want.tolist())
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_recurrent_layer_runs_beside_the_compiler(level: str) -> None:
+    """Which leaves it out, as without a level: `fullgraph=True` is refused by torch itself."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    network, x = auto_mixed_precision(Recurrent(), level, torch.bfloat16), torch.randn(2, 3, 4)
+    got = torch.compile(network, backend="aot_eager")(x)
+    torch.testing.assert_close(got, network(x), rtol=2**-6, atol=2**-6)
+    got.float().sum().backward()
+
+
+def small(level: str) -> nn.Module:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    return auto_mixed_precision(network, level, torch.bfloat16)
+
+
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_an_exported_network_computes_the_same(level: str) -> None:
+    network, x = small(level).eval(), torch.randn(4, 6)
+    program = torch.export.export(network, (x,))
+    assert torch.equal(program.module()(x), network(x))
+    assert [*program.state_dict] == [*network.state_dict()]
+
+
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_transforms_of_functions_see_the_casts(level: str) -> None:
+    network, x = small(level), torch.randn(5, 6)
+    weights = {name: p.detach() for name, p in network.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(network, weights, (x,)).float().square().sum()
+
+    grads = torch.func.grad(loss)(weights, x)
+    network(x).float().square().sum().backward()
+    each = torch.func.vmap(torch.func.grad(lambda w, row: loss(w, row[None])), (None, 0))(weights, x)
+    for name, p in network.named_parameters():
+        assert grads[name].dtype is torch.float32
+        torch.testing.assert_close(grads[name], p.grad, rtol=2**-6, atol=2**-8)
+        torch.testing.assert_close(each[name].sum(0), grads[name], rtol=2**-4, atol=2**-4)
+    value, tangent = torch.func.jvp(network, (x,), (torch.ones_like(x),))
+    assert torch.equal(value, network(x))
+    assert tangent.isfinite().all()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over two gloo processes at every level."""
+"""DistributedDataParallel and FSDP2 over two gloo processes at every level."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support import in_processes
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mpkit.casting import LEVELS, auto_mixed_precision
@@ -34,6 +35,11 @@ def worker(rank: int, folder: str) -> None:
             parallel = DistributedDataParallel(net)
             parallel(batches()[rank]).float().square().sum().backward()
             results[level, str(dtype)] = [p.grad for p in net.parameters()]
+            sharded = auto_mixed_precision(network(), level, dtype)
+            for layer in (*sharded.children(), sharded):
+                fully_shard(layer)
+            sharded(batches()[rank]).float().square().sum().backward()
+            results["sharded", level, str(dtype)] = [p.grad.full_tensor() for p in sharded.parameters()]
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -53,3 +59,5 @@ def test_gradients_are_the_mean_of_both_processes_at_every_level(tmp_path: Path,
                 assert a.dtype is torch.float32
                 assert torch.equal(a, b)
                 torch.testing.assert_close(a, (x + y) / 2, rtol=1e-6, atol=1e-6)
+            for a, b in zip(first["sharded", level, str(dtype)], first[level, str(dtype)]):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -164,6 +164,32 @@ def test_a_recurrent_cell_over_many_steps_has_the_gradients_of_casts_at_each_use
         assert (a - b).abs().max() <= 0.05 * b.abs().max()
 
 
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_weight_used_a_hundred_times_is_saved_once(level: str) -> None:
+    def steps(module: Any, x: Tensor) -> Tensor:
+        h = torch.zeros(4, 64)
+        for row in x:
+            h = module.cell(row, h)
+        return h
+
+    def saved(network: nn.Module) -> int:
+        own, seen = {p.data_ptr() for p in network.parameters()}, {}
+
+        def pack(x: Tensor) -> Tensor:
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes(), x
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            network(torch.ones(100, 4, 32)).float().sum().backward()
+        return sum(size for key, (size, _) in seen.items() if key not in own)
+
+    network = Apply(steps, cell=nn.GRUCell(32, 64))
+    wide = saved(network)
+    assert saved(auto_mixed_precision(network, level, bf16)) < 1.3 * wide
+    grad = network.cell.weight_hh.grad
+    assert (grad != grad.bfloat16()).any()  # added up in float32
+
+
 def test_a_frozen_weight_and_one_without_gradients_share_the_cast_too() -> None:
     def twice(module: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
