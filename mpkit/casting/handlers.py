@@ -339,17 +339,17 @@ def unless(own: Callable[[Args, Kwargs], bool], handler: Handler) -> Handler:
     return lambda func, args, kwargs: (as_is if own(args, kwargs) else handler)(func, args, kwargs)
 
 
-def refused(low: Target | None = None, otherwise: Handler = as_is) -> Handler:
+def refused(low: Target | None = None) -> Handler:
     """An operation that a framework bans on 16 bits, which would overflow or lose all precision (None: on any)."""
 
     def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        given = [precision(x) for x in float_tensors(args[:1])]
-        if low is not None and not any(target in (low, torch.float16, torch.bfloat16) for target in given):
-            return otherwise(func, args, kwargs)
-        name = func.__name__
-        way_out = f"x.float().{name}()" if name.endswith("_") else f"{name}_with_logits"
-        raise (RuntimeError if low is None else NotImplementedError)(
-            f"{name} is unsafe in 16 bits, and banned there; use {way_out}, or to_float"
-        )
+        if low is not None and not {precision(x) for x in float_tensors(args[:1])} & {
+            low,
+            torch.float16,
+            torch.bfloat16,
+        }:
+            return computed(WIDE)(func, args, kwargs)
+        kind, name = (RuntimeError if low is None else NotImplementedError), func.__name__
+        raise kind(f"{name} is unsafe in 16 bits, and banned there; use {name}_with_logits, or to_float")
 
     return run

@@ -242,7 +242,7 @@ def cast_like(
     Raises:  TypeError if `network` is no module; ValueError for an unknown preset or dtype, an option that is not the
              preset's, a recipe on a network without linear layers, or a `keep` that matches nothing. While the network
              runs, RuntimeError for what its framework bans: binary_cross_entropy at torch_autocast; at apex_O1 the
-             same of 16 bits, and `x.exp_()` and the like on 16 bits.
+             same of 16 bits.
 
     >>> net = cast_like(nn.Linear(2, 1), "keras_mixed_bfloat16")
     >>> net(torch.ones(1, 2)).dtype

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,21 +74,15 @@ _STATISTICS = (
 _FILLS = ("masked_fill", "fill", "full_like", "constant_pad_nd", "index_fill", "scatter", "where")
 
 
-class _Facts(NamedTuple):
-    """What the schema of an operator says, and its name."""
-
-    views: bool
-    writes: tuple[tuple[int, str], ...]
-    promotes: bool
-    statistics: bool  # after its first result come statistics, which are float32 at every precision
-    fills: bool
-
-
 @cache
-def _facts(func: Any) -> _Facts:
+def _facts(func: Any) -> tuple[bool, tuple[tuple[int, str], ...], bool, bool, bool]:
+    """What the schema of an operator says, and its name: (it views, writes into, promotes, gives statistics, fills).
+
+    Statistics come after its first result, and are float32 at every precision.
+    """
     schema = func._schema  # torch's own subclasses read it; there is no public way to ask what an operator writes into
     name = schema.name.split("::")[1]
-    return _Facts(
+    return (
         bool(schema.returns) and schema.returns[0].alias_info is not None,
         tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_write),
         torch.Tag.pointwise in func.tags or name in ("cat", "stack"),
@@ -96,32 +90,6 @@ def _facts(func: Any) -> _Facts:
         name.startswith(_STATISTICS) and ("batch_norm" in name or not name.endswith("_backward")),
         name.startswith(_FILLS),
     )
-
-
-class _Operands:
-    """Arguments of an operator with formats taken off: which format was among them, and whether a plain float32 was."""
-
-    def __init__(self, bounds: bool) -> None:
-        self.kind: type[Low] | None = None
-        self.plain = False
-        self.bounds = bounds
-
-    def bare(self, value: Any) -> Any:
-        kind = type(value)
-        if isinstance(value, Low):
-            # two formats promote to the float32 that holds both
-            self.plain = self.plain or (self.kind is not None and self.kind is not kind)
-            self.kind = self.kind or kind
-            return value.values
-        if kind is list or kind is tuple:
-            return [self.bare(x) for x in value]
-        if isinstance(value, Tensor):
-            self.plain = self.plain or (value.dtype is torch.float32 and value.dim() > 0)
-        elif self.bounds and self.kind is not None and kind in (int, float):
-            largest = self.kind.target.fmt.max
-            # a finite number beyond the format, as of a mask, stands for its largest; an infinity stays one
-            return value if abs(value) in (0.0, float("inf")) else max(-largest, min(largest, value))
-        return value
 
 
 class Low(Tensor):
@@ -164,31 +132,46 @@ class Low(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        facts, options = _facts(func), kwargs or {}
-        operands = _Operands(facts.fills)
-        inner = [operands.bare(x) for x in args]
-        named = {name: operands.bare(x) for name, x in options.items()} if options else {}
-        kind = operands.kind
-        assert kind is not None
+        views, writes, promotes, statistics, fills = _facts(func)
+        kind: Any = None  # the format among the operands
+        plain = False  # whether a plain float32 was among them, or a second format: both promote
+
+        def bare(value: Any) -> Any:
+            nonlocal kind, plain
+            if isinstance(value, Low):
+                plain = plain or (kind is not None and kind is not type(value))
+                kind = kind or type(value)
+                return value.values
+            if type(value) in (list, tuple):
+                return [bare(x) for x in value]
+            if isinstance(value, Tensor):
+                plain = plain or (value.dtype is torch.float32 and value.dim() > 0)
+            elif fills and kind is not None and type(value) in (int, float) and abs(value) not in (0.0, float("inf")):
+                # a finite number beyond the format, as of a mask, stands for its largest; an infinity stays one
+                return max(-kind.target.fmt.max, min(kind.target.fmt.max, value))
+            return value
+
+        options = kwargs or {}
+        inner, named = [bare(x) for x in args], {name: bare(x) for name, x in options.items()}
         # private: whether this thread runs a backward pass, where results are gradients; nothing public says so. While
         # a rule is on, it computes a checkpointed forward again.
         backward = torch._C._current_graph_task_id() != -1 and LOCAL.rule is None
         fmt = kind.target.grad_fmt if backward else kind.target.fmt
-        steps = None if operands.plain or fmt.bits < 16 else STEPS.get(func)
+        steps = None if plain or fmt.bits < 16 else STEPS.get(func)
         out = func(*inner, **named) if steps is None else steps(partial(round_to, fmt=fmt), *inner, **named)
-        if facts.writes:
-            for i, name in facts.writes:
+        if writes:
+            for i, name in writes:
                 if isinstance(x := args[i] if i < len(args) else options.get(name), Low):
                     round_to(x.values, fmt, out=x.values)
             # private: what a write gives is the very tensor, in its new shape; torch's own subclasses use it
             return return_and_correct_aliasing(func, args, options, kind(out) if isinstance(out, Tensor) else out)
-        if facts.promotes and operands.plain and not backward:  # as float16 beside a float32 tensor
+        if promotes and plain and not backward:  # as float16 beside a float32 tensor
             return out
 
         def finished(i: int, x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.dtype is not torch.float32 or (facts.statistics and i):
+            if not isinstance(x, Tensor) or x.dtype is not torch.float32 or (statistics and i):
                 return x
-            return kind(x if facts.views else round_to(x, fmt, out=x))
+            return kind(x if views else round_to(x, fmt, out=x))
 
         if isinstance(out, tuple | list):
             return type(out)(finished(i, x) for i, x in enumerate(out))

@@ -185,14 +185,12 @@ def _averages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _apex(low: Target) -> Iterable[Part]:
-    """A listed operation in place keeps the precision of what it writes into, or is refused on 16 bits.
+    """What is listed keeps, in place, the precision of what it writes into.
 
     Batch norm is not listed: its kernel takes 16 bits with float32 statistics.
     """
-    lists = LISTS["apex"]
-    yield _in_place(lists["wide"]), do.refused(low)
-    yield _in_place(lists["low"], lists["promoted"]), do.written
-    yield LISTS["torch"]["banned"], do.refused(low, do.computed(WIDE))
+    yield _in_place(LISTS["apex"]["low"], LISTS["apex"]["promoted"]), do.written
+    yield LISTS["torch"]["banned"], do.refused(low)
     yield ("batch_norm",), lambda func, args, kwargs: cast(func(*args, **kwargs), precision(args[0]))
 
 
