@@ -64,8 +64,10 @@ def round_to(
     tensor([1.0000, 1.5000,    inf])
     """
     _check(x, fmt)
-    check_choice("mode", mode, MODES)
-    check_choice("overflow", fmt.overflow if overflow is None else overflow, OVERFLOWS)
+    if mode not in MODES:
+        check_choice("mode", mode, MODES)
+    if overflow is not None and overflow not in OVERFLOWS:
+        check_choice("overflow", overflow, OVERFLOWS)
     if out is not None and _likeness(out) != _likeness(x):
         raise TypeError(f"out must be like x, {_likeness(x)}, got {_likeness(out)}; torch.empty_like(x) makes one")
     x, overflow = x.detach().resolve_neg(), overflow or fmt.overflow
@@ -129,7 +131,7 @@ def check_dim(x: Tensor, dim: int) -> int:
 
 
 def _likeness(t: object) -> object:
-    return (tuple(t.shape), t.dtype, str(t.device)) if isinstance(t, Tensor) else t
+    return (t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t
 
 
 def _is_elsewhere_in(x: Tensor, out: Tensor) -> bool:

@@ -297,10 +297,11 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: object) -> Any:
         items = [map_tensors(change, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        mapped = copy.copy(value)  # of the same type, with the same attributes
-        for key, item in value.items():
-            mapped[key] = map_tensors(change, item)
-        return mapped
+        mapped = {key: map_tensors(change, item) for key, item in value.items()}
+        own = {} if type(value) is dict else copy.copy(value)  # of the same type, with the same attributes
+        for key, item in mapped.items():
+            own[key] = item
+        return own
     if is_dataclass(value) and not isinstance(value, type):
         parts = {part.name: getattr(value, part.name) for part in fields(value) if hasattr(value, part.name)}
         new = {name: map_tensors(change, part) for name, part in parts.items()}

@@ -81,6 +81,7 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
         (ops.PRODUCT_WITH_BIAS, do.product_then_bias(low, low, None)),
         (ops.WITH_STATISTICS, do.norm_with_statistics(low)),
         (("rms_norm",) if isinstance(low, Emulated) else (), do.rounded_once(low)),
+        (ops.names_of("matrix_exp"), do.rounded_once(low)),  # in 16 bits torch's overflows
         (("embedding", "embedding_bag"), do.delivered_in(low)),
     )
     return Rule(handlers, do.sparing_kernels(do.parameters_in(low)), entry)
