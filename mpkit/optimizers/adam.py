@@ -29,8 +29,9 @@ class Adam(Optimizer):
         use_lazy:      sparse gradients touch only their rows; see `LazyAdam`. Excludes `use_offload` and `use_amsgrad`.
         use_offload:   accepted for MindSpore's sake; the state stays on the weights' device.
         use_locking:   accepted for MindSpore's sake, without effect.
-    Memory:  two float32 numbers for each weight. For moments of 8 bits take the optimizers of torchao
-             (`torchao.optim.AdamW8bit`) or bitsandbytes; they are torch optimizers, and mpkit's steps drive them.
+    Memory:  two float32 numbers for each weight, and a float32 master for each of 16 bits. For moments of 8 bits take
+             the optimizers of torchao (`torchao.optim.AdamW8bit`) or bitsandbytes; they are torch optimizers, and
+             mpkit's steps drive them.
     Against torch:  eps stands outside the bias correction, so this is `torch.optim.Adam` with
                     eps' = eps / sqrt(1 - b2^t). Weight decay is coupled (added to the gradient) in both. t counts the
                     updates of the group, torch's those of the parameter: one that had no gradient at first (it was

@@ -61,7 +61,8 @@ class Optimizer(Grouped):
 
     Precision:  moments are float32, and **16-bit parameters are updated through a float32 master copy** that is kept
                 in the state, so a network in pure bfloat16 does not forget small updates, and takes 4 bytes more for
-                each weight. `BFloat16Weights` does without the copy.
+                each weight. `BFloat16Weights` does without the copy. At most 16 million values are updated together,
+                so that what a formula needs on the way does not grow with the network.
     Skipping:   `step` follows torch.amp.GradScaler's protocol: when the attribute `found_inf` is a tensor, the decision
                 is taken where it lies, without waiting for a device; weights, state and counters stay as they are
                 bit for bit when it is not 0.
