@@ -52,7 +52,7 @@ class BFloat16Weights(Wrapper):
     Args:    optimizer: built on the network's own bfloat16 parameters (float32 ones among them are left alone);
              way: "stochastic" or "kahan"; generator: source of the random bits.
     Memory:  a step has float32 copies of as many weights at a time as the largest parameter holds. Counted for 100 M
-             weights in parameters of 1 M: nothing more between steps ("kahan": 2 bytes for each weight), 20 to 30 MB in
+             weights in parameters of 1 M: nothing more between steps ("kahan": 2 bytes for each weight), 18 to 27 MB in
              a step. mpkit's optimizers alone keep a float32 master of every 16-bit weight, 4 bytes for each, need no
              wrapper to learn from small updates, and take up to 255 MB more in a step.
     Raises:  TypeError if `optimizer` is none, needs a closure (LBFGS) or is a FreezeOpt, which goes around this;

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support import assert_same, tries
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.policies import FRAMEWORKS, ScalePolicy, initial, preset, run, stack, tensor_scale_preset
+from mpkit.policies import FRAMEWORKS, ScalePolicy, initial, preset, run, stack
 from mpkit.scalers import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -27,7 +27,6 @@ from mpkit.scalers import (
     PolicyLossScaler,
     Scale,
     StaticLossScaler,
-    TensorScaler,
     all_finite,
     check_and_unscale_,
 )
@@ -583,16 +582,6 @@ def test_a_scaler_goes_where_the_loss_is_with_all_that_it_counts(make: Any) -> N
     assert {t.device.type for t in [*held, *live.counts.values()]} == {"meta"}
     if live.shape:
         assert live.policy.init_scale.device.type == "meta"
-
-
-def test_a_tensors_scaler_waits_for_its_step_to_end_once_it_has_seen_something() -> None:
-    scaler = TensorScaler(tensor_scale_preset("te_delayed", amax_history_len=2))
-    assert (scaler.pending, float(scaler.amax), float(scaler.scale)) == (False, 0.0, 1.0)
-    for amax in (3.5, 1.0):
-        scaler.observe_(torch.tensor(amax))
-    assert (scaler.pending, float(scaler.amax), float(scaler.scale)) == (True, 3.5, 1.0)
-    scaler.update_()
-    assert (scaler.pending, float(scaler.amax), float(scaler.scale)) == (False, 0.0, 448 / 3.5)
 
 
 # --- a scale by itself -----------------------------------------------------------------------------------------------

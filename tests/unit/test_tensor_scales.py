@@ -104,23 +104,6 @@ def test_a_current_scale_is_the_largest_that_fits(name):
         assert want is None or got == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "of_three", "of_nothing"),
-    [
-        ("te_current", 448 / 3, 1.0),
-        ("te_blockwise", 128.0, 1.0),
-        ("te_blockwise_fp32", 448 / 3, 1.0),
-        ("torchao_tensorwise", 448 / 3, 448e12),
-        ("torchao_rowwise", 128.0, 2.0**48),
-        ("torchao_blockwise", 448 / 3, 448e12),
-    ],
-)
-def test_the_current_scales_of_the_presets(name, of_three, of_nothing):
-    policy = tensor_scale_preset(name)
-    for amax, want in ((3.0, of_three), (0.0, of_nothing)):
-        assert advance(policy, initial_tensor_scale(policy), amax).scale == pytest.approx(want, rel=1e-6)
-
-
 @pytest.mark.parametrize(("name", "scale"), [("te_delayed", 112.0), ("te_delayed_unfused", 448.0)])
 def test_a_step_without_an_amax_counts_in_one_preset_and_not_in_the_other(name, scale):
     policy = tensor_scale_preset(name, amax_history_len=2)
