@@ -66,8 +66,9 @@ function standIn({ controls, tries, names, step, index, line, work, refused, sta
 		const k = exact ?? nearest(Object.fromEntries(Object.entries(changed).filter(([n]) => names.includes(n))));
 		if (step in changed && node(now).spec.index) traits.index = Math.min(Math.max(changed[step] - node(now).spec.index.first, 0), node(now).spec.index.count - 1);
 		if (k == null) return say(`${Object.entries(changed).map(([n, v]) => `${label(n)} ${v}`).join(", ")} was not computed. ${BRINGS}`);
-		const other = names.filter((n, i) => nine(states[k][i]) !== nine(asked[n]) && !(keyed && n in changed)).map((n) => `${label(n)} is ${params(k)[n]} here`);
-		if (exact == null && other.length) say(`${other.join(", ")}. ${BRINGS}`);
+		const other = names.filter((n, i) => nine(states[k][i]) !== nine(asked[n]) && !(keyed && n in changed));
+		const moved = other.filter((n) => controls.some((c) => c.name === n)).map((n) => `${label(n)} is ${params(k)[n]} here. `); // others are no words of the reader's
+		if (other.length) say(moved.join("") + BRINGS);
 		now = k;
 	}
 	const say = (text) => (traits.message = text);
@@ -90,7 +91,8 @@ function standIn({ controls, tries, names, step, index, line, work, refused, sta
 		if (!done.length) return say(`${button} needs a kernel. ${BRINGS}`);
 		const apart = (k) => names.filter((n, i) => !["run", "before", "steps"].includes(n) && nine(states[k][i]) !== nine(states[now][i])).length;
 		const [from, , end] = done.reduce((best, row) => (apart(row[0]) < apart(best[0]) ? row : best));
-		say(`A recorded training${apart(from) ? ` with ${names.filter((n, i) => nine(states[from][i]) !== nine(states[0][i])).map((n) => `${label(n)} ${params(from)[n]}`).join(", ") || "the lesson's settings"}` : ""}; make lab trains on your machine.`);
+		const settings = names.filter((n, i) => nine(states[from][i]) !== nine(states[0][i])).map((n) => `${label(n)} ${params(from)[n]}`).join(", ");
+		say(`A recorded training with ${settings || "the lesson's settings"}; make lab trains on your machine.`);
 		now = end;
 	}
 	function ask(what) {

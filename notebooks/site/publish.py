@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gzip
 import html
 import importlib
 import json
@@ -67,6 +68,8 @@ def lessons() -> list[Path]:
     return [p for g in ("[0-9]*.ipynb", "more/**/*.ipynb") for p in sorted((ROOT / UNDER).glob(g))]
 
 
+HEAVIEST = 1500
+"""kB, compressed, of a page of the course with all its pictures."""
 REFERENCE = """# Reference
 
 <a href="reference/mpkit.html">Every public name of the library</a>, with its shapes, units, errors and sources.
@@ -278,6 +281,13 @@ def build(to: Path, most: int | None = None, only: list[str] | None = None) -> l
         sphinx(source, to)
         reference(to / "reference")
     named(to)
+    for path, (_, weights) in zip(chosen, pages):
+        made = to / path.relative_to(ROOT / UNDER).with_suffix(".html")
+        weight = len(gzip.compress(made.read_bytes(), mtime=0)) / 1000 + sum(view["kB"] for view in weights)
+        if weight > HEAVIEST:
+            raise ValueError(
+                f"{path.name} weighs {weight:.0f} kB, more than {HEAVIEST}; give it fewer pictures in PLANS"
+            )
     return [weight for _, weights in pages for weight in weights]
 
 
@@ -288,7 +298,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         weights = build(options.folder, options.most)
-    except FileExistsError as error:
+    except (FileExistsError, ValueError) as error:
         sys.exit(f"mpkit: {error}")
     for weight in weights:
         print(" ".join(f"{k} {v}" for k, v in weight.items()))
