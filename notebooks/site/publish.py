@@ -16,6 +16,7 @@ import gzip
 import html
 import importlib
 import json
+import os
 import pkgutil
 import re
 import shutil
@@ -172,11 +173,13 @@ def linked(text: str, path: Path) -> str:
 
     def led(found: re.Match[str]) -> str:
         to = (path.parent / found[1]).resolve()
-        if to in {*lessons(), ROOT / UNDER / "README.md"} or not to.is_relative_to(ROOT):
+        if to == ROOT / UNDER / "README.md":  # the first page
+            return f"]({os.path.relpath(to.with_name('index.md'), path.parent)}{found[2] or ''})"
+        if to in lessons() or not to.is_relative_to(ROOT):
             return found[0]
-        return f"]({addresses()['repository']}{to.relative_to(ROOT).as_posix()})"
+        return f"]({addresses()['repository']}{to.relative_to(ROOT).as_posix()}{found[2] or ''})"
 
-    return re.sub(r"\]\(([^)#:]+)\)", led, text)
+    return re.sub(r"\]\(([^)#:]+)(#[^)]*)?\)", led, text)
 
 
 # ---- the generators
@@ -191,7 +194,7 @@ def contents() -> str:
     tree = "\n```{{toctree}}\n:hidden:\n:caption: {}\n{}\n```\n"
     menu = "".join(tree.format(theme, "\n".join(each)) for theme, each in themes.items())
     readme = ROOT / UNDER / "README.md"
-    return linked(readme.read_text("utf-8"), readme).replace("(README.md", "(index.md") + menu
+    return linked(readme.read_text("utf-8"), readme) + menu
 
 
 def stylesheet() -> str:
@@ -226,6 +229,8 @@ def sphinx(source: Path, to: Path) -> None:
     }  # fmt: skip
     app = Sphinx(source, None, to, source.parent / "doctrees", "html", config, status=None, warningiserror=True)
     app.build(force_all=True)
+    if app.statuscode:
+        raise ValueError("Sphinx has warned; its words stand above")
     (to / ".buildinfo").unlink()
 
 

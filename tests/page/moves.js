@@ -1,7 +1,7 @@
 // Moves every control of a view, one after the other, and puts it back: what has not answered, and what stands at the end.
 async (box) => {
   const all = (css) => [...box.querySelectorAll(css)], pause = (ms) => new Promise((done) => setTimeout(done, ms));
-  const sight = () => [...all(".mpk-stage, .mpk-status, table").map((n) => n.innerHTML),
+  const sight = () => [...all(".mpk-stage, .mpk-status, table").map((n) => n.innerHTML.replace(/ (class="(fresh)?"|style="")/g, "")),
     ...all("input, select").map((n) => [n.value, n.checked])].join();
   const reset = async () => { all("button").find((b) => b.textContent === "Reset").click(); await pause(20); };
   const send = (n) => { for (const kind of ["input", "change"]) n.dispatchEvent(new Event(kind, { bubbles: true })); };
