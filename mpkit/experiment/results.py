@@ -40,7 +40,7 @@ class Results:
     """The runs of an experiment, of this call or of earlier ones with the same code.
 
     Args:
-        index:   what was asked for: cells with labels and baselines, seeds, jobs.
+        index:   what was asked for: cells with labels and baselines, seeds.
         rows:    the finished runs.
         folder:  where they lie.
         stopped: whether the call ended before all was done.
