@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial, wraps
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +14,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from mpkit.diagnose.gradients import Pass, Watched, length, look, norms, undivided
 from mpkit.diagnose.graph import divides_by, nodes, terms
+from mpkit.diagnose.listening import Listening, callers, family, line, same, scale_of, several, tensors_in
 from mpkit.diagnose.mistakes import MISTAKES, LoopFinding, LoopReport
 
 _BY_HAND = 8.0  # a factor of a loss from which it counts as a loss scale that the reader multiplies by
@@ -63,8 +59,8 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
         scaler: GradScaler | None = None,
     ) -> None:
-        networks = _several("network", network, nn.Module, "an nn.Module")
-        optimizers = _several("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+        networks = several("network", network, nn.Module, "an nn.Module")
+        optimizers = several("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise TypeError(f"scaler must have a method scale, as torch.amp.GradScaler has it, got {scaler!r:.80}")
         self.report = LoopReport()
@@ -81,54 +77,42 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self._done: dict[int, set[str]] = {}  # scaler -> what it did since its last update
         self._known: dict[int, tuple[Any, Watched | None]] = {}  # any optimizer, and who is watched under it
         self._penalties: list[tuple[set[Any], float]] = []  # nodes of scaled gradients that were kept, and the scale
-        self._stack = ExitStack()
+        self._listening = Listening()
 
     @property
     def _next(self) -> int:
         return len(self._watched) + 1
 
     def __enter__(self) -> LoopReport:
-        swap = self._swap
+        swap = self._listening.swap
         swap(torch.autograd, "backward", self._backward)
         swap(torch.autograd, "grad", self._grad)
         for owner in (torch, Tensor):
             swap(owner, "nan_to_num", self._nan_to_num)
             swap(owner, "nan_to_num_", self._nan_to_num)
         swap(torch.autocast, "__enter__", self._autocast)
-        for kind in {*_family(GradScaler), *(() if self._scaler is None else type(self._scaler).__mro__[:-1])}:
+        for kind in {*family(GradScaler), *(() if self._scaler is None else type(self._scaler).__mro__[:-1])}:
             for name in {"scale", "unscale_", "step", "update"} & set(vars(kind)):
                 swap(kind, name, partial(self._of_scaler, getattr(self, f"_{name}")))
-        for kind in _family(LRScheduler):
+        for kind in family(LRScheduler):
             if "step" in vars(kind):
                 swap(kind, "step", self._schedule)
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._listening.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._listening.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self.report
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._stack.close()
+        self._listening.close()
         if error is None:
             self._at_the_end()
         elif self.report.findings:
             error.add_note(f"watch_loop: {self.report}")
 
-    def _swap(self, owner: object, name: str, watching: Callable[..., Any]) -> None:
-        """Let `watching(original, *args, **kwargs)` stand for a function, until the end of the `with` block."""
-        original = getattr(owner, name)
-        inherited = name not in vars(owner)
-
-        @wraps(original)
-        def watched(*args: object, **kwargs: object) -> object:
-            return watching(original, *args, **kwargs)
-
-        setattr(owner, name, watched)
-        self._stack.callback(delattr if inherited else setattr, owner, name, *(() if inherited else (original,)))
-
     def _say(self, watched: Watched, **mistakes: object) -> None:
         """Those that are true, each once for an optimizer."""
         for mistake in (name for name, so in mistakes.items() if so):
             if not any(f.mistake == mistake and f.where.startswith(f"{watched.name}, ") for f in self.report.findings):
-                where = ", ".join(filter(None, (f"{watched.name}, step {watched.steps + 1}", _line())))
+                where = ", ".join(filter(None, (f"{watched.name}, step {watched.steps + 1}", line())))
                 self.report.findings.append(LoopFinding(mistake, where, MISTAKES[mistake]))
 
     # --- the backward pass
@@ -138,9 +122,9 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     ) -> None:
         if self._in_backward:  # a re-entrant checkpoint inside another
             return original(tensors, seeds, *args, **more)
-        losses = [t for t in _tensors(tensors) if t.grad_fn is not None]
+        losses = [t for t in tensors_in(tensors) if t.grad_fn is not None]
         self._look_for_penalties(losses)
-        seed = max((abs(float(t)) for t in _tensors(seeds) if t.numel() == 1), default=1)
+        seed = max((abs(float(t)) for t in tensors_in(seeds) if t.numel() == 1), default=1)
         factors = [(abs(factor) * seed, mean) for loss in losses for factor, mean in terms(loss)]
         several_losses = any(args[:2]) or more.get("retain_graph") or more.get("create_graph")
         for watched in self._watched:
@@ -154,9 +138,9 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         finally:
             self._in_backward = False
         scaler = self._through[0] if self._through else None
-        scale = _scale_of(scaler)
+        scale = scale_of(scaler)
         this = Pass(
-            site=hash(tuple((id(frame.f_code), frame.f_lasti) for frame in _callers())),
+            site=hash(tuple((id(frame.f_code), frame.f_lasti) for frame in callers())),
             scaler=scaler,
             factor=max((factor for factor, _ in factors), default=1.0) / scale,
             means=tuple(factor / scale for factor, mean in factors if mean and not several_losses),
@@ -183,9 +167,9 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     def _grad(self, original: Callable[..., Any], *args: object, **more: object) -> object:
         self._through = []
         gradients = original(*args, **more)
-        kept = {g.grad_fn for g in _tensors(gradients) if g.grad_fn is not None}
+        kept = {g.grad_fn for g in tensors_in(gradients) if g.grad_fn is not None}
         if self._through and kept:
-            self._penalties.append((kept, _scale_of(self._through[0])))
+            self._penalties.append((kept, scale_of(self._through[0])))
         return gradients
 
     def _look_for_penalties(self, losses: list[Tensor]) -> None:
@@ -208,7 +192,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         before, now = length(watched.norms), length(norms(watched.few))
         ratio = before / now if now else math.nan
         shared = ratio < 1024 and math.isclose(ratio, round(ratio), rel_tol=1e-5)  # a mean over so many
-        divided = shared or math.isclose(ratio, _scale_of(watched.scaler), rel_tol=1e-5)
+        divided = shared or math.isclose(ratio, scale_of(watched.scaler), rel_tol=1e-5)
         self._say(
             watched,
             nan_hidden=not math.isfinite(before) and math.isfinite(now),
@@ -221,7 +205,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             if in_hook:
                 hidden = any(p.shape == given.shape for p in watched.params)
             else:
-                hidden = watched.scaler is not None and any(_same(p.grad, given) for p in watched.params)
+                hidden = watched.scaler is not None and any(same(p.grad, given) for p in watched.params)
             self._say(watched, nan_hidden=hidden)
         return original(given, *args, **more)
 
@@ -246,7 +230,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: object) -> object:
         scaled = original(outputs)
-        for t in _tensors(scaled):
+        for t in tensors_in(scaled):
             if t.requires_grad:
                 t.register_hook(lambda _: self._through.append(scaler))
         return scaled
@@ -282,12 +266,12 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         per_micro_batch = self._done[id(scaler)] == {"backward"} and not args and not more
         for watched in self._watched:
             self._say(watched, update_per_micro_batch=per_micro_batch and watched.fresh)
-        before = _scale_of(scaler)
+        before = scale_of(scaler)
         self._done[id(scaler)] = set()
         result = original(*args, **more)
         for watched in self._watched:
             fused = getattr(watched.optimizer, "_step_supports_amp_scaling", False)
-            if _scale_of(scaler) < before and (fused or not watched.applied):
+            if scale_of(scaler) < before and (fused or not watched.applied):
                 watched.skipped()
         return result
 
@@ -363,7 +347,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             watched,
             not_cleared=fresh and watched.used,
             unscaled_backward=scaler is not None and plain,
-            bare_step=bare and (watched.unscaled or not math.isclose(watched.shrunk(), _scale_of(by), rel_tol=1e-5)),
+            bare_step=bare and (watched.unscaled or not math.isclose(watched.shrunk(), scale_of(by), rel_tol=1e-5)),
             no_scaler=scaler is None and any(p.low for p in plain),
             not_divided=undivided(fresh) and not watched.divided_later(),
         )
@@ -403,47 +387,3 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
                 idle_optimizer=not watched.steps and watched.passes and busiest > 1,
                 schedule_counts_skips=after["skipped", "schedule"] and every,
             )
-
-
-def _several(name: str, given: object, kind: type[T], what: str) -> list[T]:
-    listed = list(given.values()) if isinstance(given, Mapping) else given
-    found: list[Any] = list(listed) if isinstance(listed, list | tuple) else [listed]
-    if not found or not all(isinstance(one, kind) for one in found):
-        raise TypeError(f"{name} must be {what} or a list of them, got {given!r:.80}")
-    return found
-
-
-def _tensors(nest: object) -> list[Tensor]:
-    return [t for t in ([nest] if isinstance(nest, Tensor) else tree_leaves(nest)) if isinstance(t, Tensor)]
-
-
-def _scale_of(scaler: Any) -> float:
-    return float(scaler.get_scale() if hasattr(scaler, "get_scale") else getattr(scaler, "scale_value", 1.0))
-
-
-def _same(one: Tensor | None, other: Tensor) -> bool:
-    return one is not None and (one is other or (one.layout == torch.strided and one.data_ptr() == other.data_ptr()))
-
-
-def _family(kind: type) -> list[type]:
-    found: list[type] = [kind]
-    for one in found:  # it grows
-        found += type.__subclasses__(one)
-    return found
-
-
-def _callers() -> Iterator[FrameType]:
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _line() -> str:
-    """The line of the reader's own code that is running."""
-    own = str(Path(__file__).parents[1])
-    for frame in _callers():
-        name = frame.f_code.co_filename
-        if "site-packages" not in name and not name.startswith(own):
-            return f"line {frame.f_lineno} of {Path(name).name}"
-    return ""

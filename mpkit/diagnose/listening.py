@@ -1,0 +1,77 @@
+"""Listen to what a program asks of torch: stand in for functions, and say where the program is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+
+
+class Listening(ExitStack):
+    """Functions that others stand for, until it is closed."""
+
+    def swap(self, owner: object, name: str, watching: Callable[..., Any]) -> None:
+        """Let `watching(original, *args, **kwargs)` stand for a function, until this is closed."""
+        original = getattr(owner, name)
+        inherited = name not in vars(owner)
+
+        @wraps(original)
+        def watched(*args: object, **kwargs: object) -> object:
+            return watching(original, *args, **kwargs)
+
+        setattr(owner, name, watched)
+        self.callback(delattr if inherited else setattr, owner, name, *(() if inherited else (original,)))
+
+
+def several(name: str, given: object, kind: type[T], what: str) -> list[T]:
+    listed = list(given.values()) if isinstance(given, Mapping) else given
+    found: list[Any] = list(listed) if isinstance(listed, list | tuple) else [listed]
+    if not found or not all(isinstance(one, kind) for one in found):
+        raise TypeError(f"{name} must be {what} or a list of them, got {given!r:.80}")
+    return found
+
+
+def tensors_in(nest: object) -> list[Tensor]:
+    return [t for t in ([nest] if isinstance(nest, Tensor) else tree_leaves(nest)) if isinstance(t, Tensor)]
+
+
+def scale_of(scaler: Any) -> float:
+    return float(scaler.get_scale() if hasattr(scaler, "get_scale") else getattr(scaler, "scale_value", 1.0))
+
+
+def same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and (one is other or (one.layout == torch.strided and one.data_ptr() == other.data_ptr()))
+
+
+def family(kind: type) -> list[type]:
+    found: list[type] = [kind]
+    for one in found:  # it grows
+        found += type.__subclasses__(one)
+    return found
+
+
+def callers() -> Iterator[FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def line() -> str:
+    """The line of the reader's own code that is running."""
+    own = str(Path(__file__).parents[1])
+    for frame in callers():
+        name = frame.f_code.co_filename
+        if "site-packages" not in name and not name.startswith(own):
+            return f"line {frame.f_lineno} of {Path(name).name}"
+    return ""
