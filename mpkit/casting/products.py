@@ -263,7 +263,9 @@ def kept_layers(layers: dict[str, nn.Module], keep: Keep) -> set[str]:
         if not named:
             some = ", ".join(name or "(the network itself)" for name in [*layers][:20])
             more = f" and {len(layers) - 20} more" if len(layers) > 20 else ""
-            raise ValueError(f"keep={wanted!r} matches no layer, so nothing would stay high; there are {some}{more}")
+            raise ValueError(
+                f"keep={wanted!r} matches no linear layer, so nothing would stay high; there are {some}{more}"
+            )
         kept |= named
     return kept
 

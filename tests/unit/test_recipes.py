@@ -474,7 +474,7 @@ def test_bad_input_is_refused_with_the_way_out():
     ("count", "end"), [(19, " 17, 18"), (20, " 18, 19"), (21, " 18, 19 and 1 more"), (23, "and 3 more")]
 )
 def test_twenty_layers_are_listed(count, end):
-    with pytest.raises(ValueError, match="matches no layer") as error:
+    with pytest.raises(ValueError, match="matches no linear layer") as error:
         cast_like(nn.Sequential(*(nn.Linear(1, 1) for _ in range(count))), "mxfp8", keep="head")
     assert str(error.value).endswith(end)
 
