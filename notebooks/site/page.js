@@ -34,7 +34,7 @@ function standIn({ controls, tries, names, step, index, line, work, refused, sta
 		traits.state = { values: { ...params(), ...(line && { typed: line.text ?? "" }) }, idle, buttons: [...Object.keys(buttons), "Reset"], busy: false, progress: 0, tokens: {} };
 		traits.rows = table ? rows : [];
 		shown = now;
-		for (const name of [...(drew || pen.size ? ["spec"] : []), "state", "index", "message", "rows"]) tell("change:" + name);
+		for (const name of ["index", ...(drew || pen.size ? ["spec"] : []), "state", "message", "rows"]) tell("change:" + name);
 	}
 	const withPen = (spec) => (!pen.size ? spec : { ...spec, panels: spec.panels.map((p) => ({ ...p, marks: p.marks.map((m) => {
 		if (m.type !== "pen" && m.label !== "your line") return m; // the reader's line stays, also beside what happened

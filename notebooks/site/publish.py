@@ -225,7 +225,7 @@ def sphinx(source: Path, to: Path) -> None:
         "nb_execution_mode": "off", "nb_merge_streams": True, "exclude_patterns": ["_static"],
         "html_static_path": ["_static"], "html_css_files": ["mpkit.css"],
         "html_js_files": [("mpkit.js", {"defer": "defer"})], "html_copy_source": False, "html_show_sourcelink": False,
-        "html_show_copyright": False, "html_show_sphinx": False,
+        "html_show_copyright": False, "html_show_sphinx": False, "html_show_search_summary": False,
     }  # fmt: skip
     app = Sphinx(source, None, to, source.parent / "doctrees", "html", config, status=None, warningiserror=True)
     app.build(force_all=True)

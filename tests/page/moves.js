@@ -26,10 +26,12 @@ async (box) => {
   }
   for (const [k, [name, move]] of moves.entries()) {
     const answers = async () => { const before = sight(); await move(); return sight() !== before; };
-    if (!(await answers())) { // where it leads to may be where one is
-      await (moves[k - 1] ?? moves.at(-1))[1]();
-      if (!(await answers())) dead.push(name);
+    let moved = await answers();
+    for (const other of [moves[k - 1], moves[k + 1]]) if (!moved && other) { // where it leads to may be where one is
+      await other[1]();
+      moved = await answers();
     }
+    if (!moved) dead.push(name);
     await reset();
   }
   await pause(150);
