@@ -1,14 +1,18 @@
-"""The net under the notebooks: bugs planted in the library, one at a time, and a notebook that notices each.
+"""Bugs planted in the library, one at a time: the contract notices each, and so does a notebook or a graded lab.
 
 The unit tests have no part in this. Each bug is what a hurried author would write. Its notebook runs with a copy of the
-package that has the bug, and one of its cells must fail: a wrong output, or an assertion. Where a cell stores claims
+package that has the bug, and one of its cells must fail: a wrong output, or an error. Where a cell stores claims
 instead of digits, a bug of its own shows that they still notice: that cell must be the first to fail.
 """
 
-import shutil
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+from mutants import OWN, copied, files_of
 from other_machines import Variant, asked, started
 from support import ROOT
 
@@ -25,7 +29,7 @@ class Bug:
     cell: int | None = None
 
 
-LAB01, LAB02, LAB03, LAB04, LAB05, LAB06, LAB07 = (
+LABS = LAB01, LAB02, LAB03, LAB04, LAB05, LAB06, LAB07 = tuple(
     f"instructor/lab0{name}"
     for name in ("1_formats", "2_loss_scaling", "3_casting_and_diagnosis", "4_boost", "5_scales", "6_project", "7_gpu")
 )
@@ -47,8 +51,8 @@ BUGS = [
     Bug(
         "a tie that goes to the even neighbour instead of away",
         "rounding.py",
-        "torch.bitwise_or(x.view(torch.int32), 1, out=out.view(torch.int32))",
-        "torch.bitwise_and(x.view(torch.int32), -2, out=out.view(torch.int32))",
+        '    if mode == "nearest_even":\n        return y.round()',
+        '    if mode in ("nearest_even", "nearest_away"):\n        return y.round()',
         "02_rounding",
     ),
     Bug(
@@ -61,8 +65,8 @@ BUGS = [
     Bug(
         "a policy without the floor, in the rule and in its kernel",
         "policies/rule.py",
-        "_in_format(self.scale_bits, bound))",
-        '_in_format(self.scale_bits, bound * (key != "min_scale")))',
+        "    return _at_least(shrunk, p.min_scale)",
+        "    return shrunk",
         "04_dynamic_loss_scale",
     ),
     Bug(
@@ -110,15 +114,15 @@ BUGS = [
     Bug(
         "a chained schedule one step late",
         "schedules.py",
-        "at < self.at else self.after.rate(at - self.at)",
-        "at < self.at else self.after.rate(at - self.at - 1)",
+        "if step < self.at else self.after.number(step - self.at)",
+        "if step < self.at else self.after.number(max(step - self.at - 1, 0))",
         "more/optimizers/schedules_and_groups",
     ),
     Bug(
         "a freeze index shifted by one",
         "boost/grad_freeze/strategy.py",
-        "cycle = [0] * full_steps(groups, share) + list(range(1, groups))",
-        "cycle = [0] * full_steps(groups, share) + list(range(groups - 1))",
+        "cycle = [0] * full_steps(groups, freeze_p) + list(range(1, groups))",
+        "cycle = [0] * full_steps(groups, freeze_p) + list(range(groups - 1))",
         LAB04,
     ),
     Bug(
@@ -152,15 +156,15 @@ BUGS = [
     Bug(
         "data blamed on the weights",
         "diagnose/run.py",
-        'if not name.startswith("batch")]',
-        "if name]",
+        'return ("weights_non_finite", None, inside) if inside else',
+        'return ("weights_non_finite", None, inside or leaves) if inside or leaves else',
         LAB03,
     ),
     Bug(
         "amaxes that stay in the history for a step too long",
         "policies/tensor_scale.py",
-        "history = (0.0, *entries[2:], amax)",
-        "history = (0.0, *entries[1:], amax)",
+        "torch.where(slots == last, newest, entries.roll(-1, -1))",
+        "torch.where(slots == last, newest, entries)",
         "more/eight_and_four_bits/tensor_scales",
     ),
     Bug(
@@ -206,34 +210,30 @@ BUGS = [
     Bug(
         "gradients that are not rounded to their format",
         "rounding.py",
-        "grad = grads[0] if grad_fmt is None else quantize(grads[0], grad_fmt, None, mode, overflow)",
-        "grad = grads[0]",
+        "return tangents[0] if grad_fmt is None else quantize(tangents[0], grad_fmt, None, mode, overflow)",
+        "return tangents[0]",
         "06_casting_levels",
-        20,
     ),
     Bug(
         "a training that ignores the scale",
-        "lessons/gradients.py",
-        "WeightedLoss(weight)), optimizer, torch.tensor(scale))",
-        "WeightedLoss(weight)), optimizer, torch.tensor(1.0))",
+        "lessons/digits.py",
+        "    loss, finite = train_step(network, optimizer, scaler,",
+        "    loss, finite = train_step(network, optimizer, type(scaler)(1.0),",
         "03_vanishing_gradients",
-        7,
     ),
     Bug(
         "a float16 that is bfloat16, in which nothing underflows",
-        "lessons/gradients.py",
-        'auto_mixed_precision(Network(), level, computed_in("float16", torch.device("cpu")))',
-        "auto_mixed_precision(Network(), level, torch.bfloat16)",
+        "lessons/digits.py",
+        "        return FP16 if device.type",
+        "        return torch.bfloat16 if device.type",
         "03_vanishing_gradients",
-        7,
     ),
     Bug(
         "a step that reports that it was applied",
         "lessons/step.py",
-        'done = "skipped" if walk.skipped else "applied"',
-        'done = "applied"',
+        'done, late_words = "skipped" if walk.skipped else "applied", ""',
+        'done, late_words = "applied", ""',
         "05_training_step",
-        4,
     ),
     Bug(
         "a forward pass without its cast",
@@ -254,10 +254,9 @@ BUGS = [
     Bug(
         "a cell that returns the scaled loss",
         "step/cells.py",
-        "StepOutcome(loss, overflow, scaling.shown())",
-        "StepOutcome(loss * live, overflow, scaling.shown())",
+        "ctx.outcome = StepOutcome(loss, overflow, step.scaling.shown())",
+        "ctx.outcome = StepOutcome(loss * step.scaling.shown(), overflow, step.scaling.shown())",
         "05_training_step",
-        8,
     ),
     Bug(
         "the least likely digit counted as the answer",
@@ -349,10 +348,9 @@ BUGS = [
     Bug(
         "an advice that is lost",
         "diagnose/report.py",
-        "advice = [*(cured or [none]), hidden if",
-        "advice = [hidden if",
+        '        yield from cures or ["not_tried"',
+        '        yield from ["not_tried"',
         "08_overflow_detective",
-        7,
     ),
     Bug(
         "an interval of 90 % called one of 95 %",
@@ -379,10 +377,9 @@ BUGS = [
     Bug(
         "finished runs that are run again",
         "experiment/engine.py",
-        "pending = {t.stem: t for t in tasks if t.stem not in finished}",
-        "pending = {t.stem: t for t in tasks}",
+        " for stem, task in tasks.items() if stem not in rows}",
+        " for stem, task in tasks.items()}",
         "more/experiments/your_own_experiment",
-        17,
     ),
     Bug(
         "a level that never reaches the network",
@@ -401,18 +398,16 @@ BUGS = [
     ),
     Bug(
         "a baseline by name that is always the first cell",
-        "experiment/engine.py",
-        "return labels.index(name)",
-        "return 0",
+        "experiment/grid.py",
+        "return [names.index(baseline)] * count",
+        "return [0] * count",
         LAB06,
     ),
     Bug(
         "an overflow that quarters torch's scale",
         "policies/presets.py",
-        'got {backoff_factor}")\n    return ScalePolicy(\n        init_scale=init_scale,\n'
-        "        growth_factor=growth_factor,\n        backoff_factor=backoff_factor,\n",
-        'got {backoff_factor}")\n    return ScalePolicy(\n        init_scale=init_scale,\n'
-        "        growth_factor=growth_factor,\n        backoff_factor=backoff_factor**2,\n",
+        '    "torch": _Row(\n        {"init_scale": 2.0**16, **_USUAL,',
+        '    "torch": _Row(\n        {"init_scale": 2.0**16, **_USUAL, "backoff_factor": 0.25,',
         LAB07,
     ),
 ]
@@ -426,6 +421,24 @@ def server():
         server.stdin.close()
 
 
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the project, in which a bug stands as long as its test runs."""
+    return copied(ROOT, tmp_path_factory.mktemp("planted"))
+
+
+@contextmanager
+def planted(bug, tree):
+    source = tree / "mpkit" / bug.file
+    text = source.read_text()
+    assert text.count(bug.right) == 1, f"{bug.file} has changed: plant this bug anew"
+    source.write_text(text.replace(bug.right, bug.wrong))
+    try:
+        yield
+    finally:
+        source.write_text(text)
+
+
 def test_every_bug_can_be_planted():
     """A line that has changed is told at once, not only in the commits whose turn the bug has."""
     gone = [bug.what for bug in BUGS if (ROOT / "mpkit" / bug.file).read_text().count(bug.right) != 1]
@@ -433,18 +446,44 @@ def test_every_bug_can_be_planted():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what.replace(" ", "-"))
-def test_a_notebook_notices(bug, tmp_path, server):
-    shutil.copytree(ROOT / "mpkit", tmp_path / "mpkit", ignore=shutil.ignore_patterns("__pycache__"))
-    source = tmp_path / "mpkit" / bug.file
-    text = source.read_text()
-    assert text.count(bug.right) == 1, f"{bug.file} has changed: plant this bug anew"
-    source.write_text(text.replace(bug.right, bug.wrong))
+@pytest.mark.parametrize("bug", [b for b in BUGS if b.notebook not in LABS], ids=lambda bug: bug.what.replace(" ", "-"))
+def test_a_notebook_notices(bug, tree, server):
     notebook = ROOT / "notebooks" / f"{bug.notebook}.ipynb"
-    differ = asked(server, notebook=str(notebook), package=str(tmp_path), first=True)["differ"]
-    print(differ)
+    with planted(bug, tree):
+        differ = asked(server, notebook=str(notebook), package=str(tree), first=True)["differ"]
     assert differ, f"{notebook.name} does not notice: {bug.what}"
     assert differ[0]["cell"] not in (0, "process ended"), (
         "the bug must not already keep the package from being imported"
     )
     assert bug.cell in (None, differ[0]["cell"])
+
+
+GRADED = """import sys; import grading; from mpkit import handin
+source = handin.read(grading.HERE / sys.argv[1])
+found = grading.grade(source, "lab", source)
+sys.exit(found.points != found.possible)"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [b for b in BUGS if b.notebook in LABS], ids=lambda bug: bug.what.replace(" ", "-"))
+def test_a_lab_notices(bug, tree):
+    """Its solutions, right as they are, do not earn every point any more."""
+    with planted(bug, tree):
+        program = [sys.executable, "-c", GRADED, f"{bug.notebook.removeprefix('instructor/')}.ipynb"]
+        environment = os.environ | {"PYTHONPATH": str(tree), "MPKIT_DATA": str(ROOT / "data")}
+        ended = subprocess.run(program, cwd=tree / "notebooks" / "instructor", env=environment, capture_output=True)
+    assert ended.returncode == 1, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bug", [b for b in BUGS if "lessons" not in b.file], ids=lambda bug: bug.what.replace(" ", "-")
+)
+def test_the_contract_notices(bug, tree):
+    with planted(bug, tree):
+        module = bug.file.partition("/")[0].removesuffix(".py")
+        nearest = files_of(tree, module, "tests/contract") if module in OWN else []
+        program = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *nearest, "tests/contract"]
+        ended = subprocess.run(program, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True)
+    assert ended.returncode == 1, f"the contract does not notice: {bug.what}"
+    assert b"ERROR collecting" not in ended.stdout, "the bug must not already keep the package from being imported"
