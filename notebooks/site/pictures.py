@@ -33,7 +33,7 @@ ROW = 17
 
 PLANS: dict[str, dict[str, Any]] = {  # what a lesson is about: pairs of controls, and how many pictures they are worth
     "dynamics": {
-        "most": 900,
+        "most": 500,
         "pairs": [("factor", "window"), *(("run", n) for n in ("window", "start", "factor", "floor", "hold"))],
     },
     "bits": {"most": 500, "pairs": [("bits", "bits"), ("fmt", "bits")]},
