@@ -127,10 +127,10 @@ def batches(images: Tensor, labels: Tensor, steps: int, size: int = 64) -> Batch
         yield images[chosen], labels[chosen]
 
 
-def mlp_digits(train: Callable[..., Trace] = train, size: int = 64, lr: float = 0.05) -> Trace:
+def mlp_digits(train: Callable[..., Trace] = train, size: int = 64, lr: float = 0.05, steps: int = 400) -> Trace:
     return train(
         Network(),
-        batches(*data.digits(), steps=400, size=size),
+        batches(*data.digits(), steps=steps, size=size),
         preset("torch", growth_interval=50),
         "784-512-512-10 perceptron on digits, float16 at O2, healthy: the scale climbs until it meets the ceiling",
         activations=True,
@@ -267,12 +267,12 @@ def mlp_digits_float32() -> Trace:
 
 def mlp_digits_rate_float32() -> Trace:
     """Four times the learning rate, and nothing else."""
-    return in_float32(partial(mlp_digits, lr=0.2))
+    return in_float32(partial(mlp_digits, lr=0.2, steps=200))
 
 
 def mlp_digits_batch_float32() -> Trace:
     """An eighth of the batch, and nothing else."""
-    return in_float32(partial(mlp_digits, size=8))
+    return in_float32(partial(mlp_digits, size=8, steps=200))
 
 
 def gpt_sums_float32() -> Trace:
