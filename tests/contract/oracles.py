@@ -7,12 +7,28 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
 from mpkit import optimizers as opt
 from mpkit.blocks import BLOCK_FORMATS
-from mpkit.formats import FloatFormat
+from mpkit.formats import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E3M4,
+    E4M3B11FNUZ,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    FP16,
+    FloatFormat,
+    get_format,
+)
 from mpkit.policies import ScalePolicy, preset
 from mpkit.rounding import MODES
 
@@ -45,7 +61,7 @@ def exactly(x: float, fmt: FloatFormat, mode: str, overflow: str) -> float:
             result = Fraction(fmt.max)
         else:
             return math.copysign({"inf": math.inf, "nan": math.nan}[overflow], x)
-    return math.copysign(float(result), x)
+    return math.copysign(float(result), x) if result or fmt.has_minus_zero else 0.0
 
 
 def agree(got: float, want: float) -> bool:
@@ -59,6 +75,66 @@ formats = st.builds(
     st.integers(1, 23),
     st.sampled_from(["ieee", "nan", "none"]),
 )
+
+ML_DTYPES = {
+    FP16: np.float16,
+    BF16: ml_dtypes.bfloat16,
+    E5M2: ml_dtypes.float8_e5m2,
+    E4M3FN: ml_dtypes.float8_e4m3fn,
+    E3M2: ml_dtypes.float6_e3m2fn,
+    E2M3: ml_dtypes.float6_e2m3fn,
+    E2M1: ml_dtypes.float4_e2m1fn,
+    get_format("e4m3"): ml_dtypes.float8_e4m3,
+    E3M4: ml_dtypes.float8_e3m4,
+    E4M3FNUZ: ml_dtypes.float8_e4m3fnuz,
+    E5M2FNUZ: ml_dtypes.float8_e5m2fnuz,
+    E4M3B11FNUZ: ml_dtypes.float8_e4m3b11fnuz,
+}
+SPECIAL = torch.tensor([0.0, torch.inf, torch.nan, torch.finfo(torch.float32).max, 2.0**-149, 2.0**-126])
+
+
+def beside_every_tie(fmt: FloatFormat) -> torch.Tensor:
+    """Every value of the format and every midpoint (overflow's too), both float32 neighbours; special values."""
+    grid = fmt.values().double()
+    beyond = grid[-1:] + grid[-1:] - grid[-2:-1]
+    grid = torch.cat([-beyond, grid, beyond])
+    points = torch.cat([grid, (grid[:-1] + grid[1:]) / 2]).float()
+    beside = [torch.nextafter(points, torch.tensor(side * torch.inf)) for side in (1, -1)]
+    return torch.cat([points, *beside, SPECIAL, -SPECIAL])
+
+
+def random_patterns(count: int, seed: int) -> torch.Tensor:
+    """Random float32 bit patterns (every exponent alike, NaN and inf among them), and numbers near those of formats."""
+    rng = torch.Generator().manual_seed(seed)
+    anything = torch.randint(-(2**31), 2**31, (count,), generator=rng).to(torch.int32).view(torch.float32)
+    near = torch.randn(count, generator=rng) * 2 ** (50 * torch.rand(count, generator=rng) - 30)
+    return torch.cat([anything, near])
+
+
+def cast(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """The cast of numpy or ml_dtypes and back."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        back = torch.from_numpy(x.numpy().astype(ML_DTYPES[fmt]).astype(np.float32))
+    return torch.where(x.isnan(), torch.nan, back)  # the OCP MX types have no NaN to keep
+
+
+def mismatches(got: torch.Tensor, want: torch.Tensor) -> int:
+    """How many elements differ by bits, any NaN being equal to any NaN; -0 is not 0."""
+    assert got.dtype == want.dtype
+    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    return int((~((got.view(ints) == want.view(ints)) | (got.isnan() & want.isnan()))).sum())
+
+
+@st.composite
+def near_the_grid(draw) -> tuple[FloatFormat, float]:
+    """A format and a number on or around its grid, its ties, its ends."""
+    fmt = draw(formats)
+    significand = draw(st.integers(0, 2 ** (fmt.fraction_bits + 2) + 1))
+    exponent = draw(st.integers(fmt.min_exponent - fmt.fraction_bits - 3, fmt.max_exponent - fmt.fraction_bits + 1))
+    x = significand * 2.0**exponent
+    x = math.nextafter(x, draw(st.sampled_from([-math.inf, 0.0, x, math.inf])))
+    return fmt, draw(st.sampled_from([x, -x]))
+
 
 # --- blocks
 

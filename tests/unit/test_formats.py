@@ -12,18 +12,14 @@ import torch
 from gfloat.formats import Domain, Signedness, format_info_p3109
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import ML_DTYPES
 
 from mpkit.formats import (
     BF16,
     E2M1,
-    E2M3,
     E3M2,
-    E3M4,
-    E4M3B11FNUZ,
     E4M3FN,
-    E4M3FNUZ,
     E5M2,
-    E5M2FNUZ,
     FORMATS,
     FP16,
     FP32,
@@ -36,21 +32,7 @@ from mpkit.formats import (
 )
 from mpkit.rounding import round_to, ulp
 
-NUMPY = {
-    FP16: np.float16,
-    BF16: ml_dtypes.bfloat16,
-    E5M2: ml_dtypes.float8_e5m2,
-    E4M3FN: ml_dtypes.float8_e4m3fn,
-    E3M2: ml_dtypes.float6_e3m2fn,
-    E2M3: ml_dtypes.float6_e2m3fn,
-    E2M1: ml_dtypes.float4_e2m1fn,
-    get_format("e4m3"): ml_dtypes.float8_e4m3,
-    E3M4: ml_dtypes.float8_e3m4,
-    E4M3FNUZ: ml_dtypes.float8_e4m3fnuz,
-    E5M2FNUZ: ml_dtypes.float8_e5m2fnuz,
-    E4M3B11FNUZ: ml_dtypes.float8_e4m3b11fnuz,
-}
-SMALL = sorted(NUMPY, key=lambda fmt: fmt.name)
+SMALL = sorted(ML_DTYPES, key=lambda fmt: fmt.name)
 NAMED = list(FORMATS.values())
 
 
@@ -61,7 +43,7 @@ def named(fmt: FloatFormat) -> str:
 def every_pattern(fmt: FloatFormat) -> tuple[torch.Tensor, np.ndarray]:
     """All patterns as int64, and their values by numpy or ml_dtypes as float32."""
     patterns = np.arange(2**fmt.bits, dtype=np.uint16 if fmt.bits == 16 else np.uint8)
-    return torch.from_numpy(patterns.astype(np.int64)), patterns.view(NUMPY[fmt]).astype(np.float32)
+    return torch.from_numpy(patterns.astype(np.int64)), patterns.view(ML_DTYPES[fmt]).astype(np.float32)
 
 
 def same(got: torch.Tensor, want: np.ndarray) -> bool:
@@ -149,7 +131,7 @@ def test_tf32_is_the_upper_19_bits_of_a_float32():
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dtype"), [*NUMPY.items(), (FP32, np.float32), (FP64, np.float64)], ids=lambda v: getattr(v, "name", "")
+    ("fmt", "dtype"), [*ML_DTYPES.items(), (FP32, np.float32), (FP64, np.float64)], ids=lambda v: getattr(v, "name", "")
 )
 def test_extremes_are_those_of_ml_dtypes(fmt, dtype):
     info = ml_dtypes.finfo(dtype)

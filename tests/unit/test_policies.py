@@ -12,6 +12,7 @@ import torch
 from frameworks import SINGLE, of
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import POLICIES, RUNS
 from support import tries
 
 from mpkit.policies import (
@@ -68,38 +69,6 @@ def test_what_the_differences_cost(framework):
 
 
 # --- one rule for numbers and tensors --------------------------------------------------------------------------------
-
-FACTORS = st.sampled_from([1.001, 1.1, 1.7, 2.0, 3.0, 4.0, 10.0])
-POLICIES = st.builds(
-    ScalePolicy,
-    init_scale=st.sampled_from([1.0, 3.0, 1000.0, 2.0**16, 2.0**120, 2.0**-120]),
-    growth_factor=FACTORS,
-    backoff_factor=st.sampled_from([0.25, 0.5, 0.6, 0.9, 1.0]),
-    backoff_divisor=st.sampled_from([1.0, 2.0, 3.0]),
-    growth_interval=st.integers(-1, 6),
-    min_scale=st.sampled_from([0.0, 0.25, 1.0, 100.0]),
-    max_scale=st.sampled_from([2.0**10, 2.0**24, math.inf]),
-    scale_bits=st.sampled_from([16, 32, 64]),
-    hold_at_overflow=st.booleans(),
-    growth_ge=st.booleans(),
-    first_growth_lag=st.integers(0, 1),
-    next_growth_lag=st.integers(0, 1),
-    hysteresis=st.integers(0, 4),
-    refill_on_growth=st.booleans(),
-    refill_on_finite=st.booleans(),
-    refill_on_backoff=st.booleans(),
-    tolerance=st.sampled_from([-1.0, 0.0, 0.1, 0.5]),
-    raise_at_min=st.booleans(),
-    stop_at=st.sampled_from([-math.inf, 1e-4]),
-    max_consecutive=st.sampled_from([3, 2**62]),
-    error_at_zero=st.booleans(),
-    error_at_inf=st.booleans(),
-    clamp_both_ways=st.booleans(),
-    delayed=st.booleans(),
-    flush_subnormal=st.booleans(),
-    init_count=st.integers(0, 2),
-)
-RUNS = st.lists(st.booleans(), max_size=60)
 
 
 @given(st.lists(POLICIES, min_size=1, max_size=5), RUNS)
