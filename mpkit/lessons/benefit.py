@@ -94,7 +94,7 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
     unit, word = (GIB, "GiB") if whole.max() > GIB else (2**20, "MiB")
     see.grid(360, 900)
     see.idle = {"again"} if network == "mlp" else set()
-    most = 1.15 * whole.max() / unit
+    most = 1.15 * max(whole.max(), limit if limit < 2.5 * whole.max() else 0) / unit
     panel = see.panel(title="kept during a training step", x=linear(word, 0, most, 6), y=names(WAYS, down=True),
                       pad=[28, 20, 44, 80])  # fmt: skip
     before = np.zeros(len(WAYS))
@@ -107,6 +107,8 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
     panel.text([f"{w / whole[0]:.0%}" for w in whole], before, np.arange(len(WAYS)), anchor="start", dx=6)
     if limit / unit < most:
         panel.rule("x", limit / unit, "ink", dash="--", width=2, label=f"{card}, {CARDS[card].memory} GB")
+    else:
+        panel.text(f"{card}: {CARDS[card].memory} GB, far to the right", 0.99, 1, frame=True, anchor="end", valign="top")
     see.say(
         f"{NETWORKS[network]}, batch {batch}, {optimizer}: float32 keeps {whole[0] / unit:.3g} {word}, autocast "
         f"{whole[1] / whole[0]:.0%} of it, O1 {whole[2] / whole[0]:.0%}, O2 {whole[3] / whole[0]:.0%}. A {card} holds "

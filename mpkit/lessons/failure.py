@@ -12,7 +12,7 @@ from mpkit.data import data_dir
 from mpkit.files import read_json
 from mpkit.formats import FP16
 from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.parts import edges, regions, tenths
+from mpkit.view.parts import FATES, edges, regions, tenths
 from mpkit.view.sheet import LINES, linear, log2, names
 
 STEPS = (0, 12, 30, 60, 120, 180, 240, 300)  # of the recorded moments
@@ -82,7 +82,7 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     shares = found["counts"] / found["counts"].sum(1, keepdims=True)
     zero, over = found["zero"][scale], found["overflow"][scale]
     see.grid(430, 900)
-    panel = see.panel(title="the gradients of seven layers, times the loss scale", x=log2("magnitude", FIRST, LAST, 8),
+    panel = see.panel(title="the gradients of seven layers, times the loss scale; height: share of the layer", x=log2("magnitude", FIRST, LAST, 8),
                       y=names(LAYERS, down=True), pad=[28, 150, 44, 110])  # fmt: skip
     panel.given["y"]["lo"], panel.given["y"]["hi"] = len(LAYERS) - 0.4, -1.3  # room for the names of the regions
     ends = edges(FP16)
@@ -92,10 +92,10 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     seen = (at >= FIRST) & (at < LAST)
     rows, cols, at = rows[seen], cols[seen], at[seen]
     tall = 0.82 * shares[rows, cols] / shares.max()
-    fill = np.where(at < ends[0], "zero", np.where(at < ends[2], "normal", "overflow"))
+    fill = np.array(FATES)[np.searchsorted(ends, at, side="right")]
     panel.boxes(at, rows + 0.42 - tall, at + 1, rows + 0.42, fill=fill.tolist(), quiet=True)
     middle = (np.cumsum(shares[0]) < 0.5).sum() + recorded()["lowest"] + 0.5
-    panel.handle("x", "scale", scale, 0, 40, "loss scale, 2 to the", base=float(middle), cross=-0.3, note="drag")
+    panel.handle("x", "scale", scale, 0, 40, "loss scale, 2 to the", base=float(middle), cross=-0.3, note="drag all rows")
     lost = tenths(zero)
     told = [f"{t:g} % are 0" if not o else f"{o:g} % are inf" for t, o in zip(lost, tenths(over))]
     panel.text(told, np.full(len(LAYERS), LAST), np.arange(len(LAYERS)), anchor="start", dx=8)
@@ -118,15 +118,16 @@ def failing(see: Sheet, shown="float32") -> None:
     every = recorded()["every"]
     loss = see.panel(title="loss, five seeds", x=linear("step", 0, 1200, 4), y=linear("loss, nats", 0, 2.5, 5))
     order = list(dict.fromkeys(run["way"] for run in recorded()["runs"]))[:ways]
-    right = see.panel(0, 1, title="test digits right", x=names(order), y=linear("%", 0, 100, 5))
-    right.given["x"] = names([str(i + 1) for i in range(len(order))], "way to train")
+    right = see.panel(0, 1, title="test digits right", x=linear("%", 0, 100, 5), y=names(order, down=True),
+                      pad=[28, 14, 44, 120])  # fmt: skip
     found = {way: outcome(way)[0] for way in order}
     for i, (way, look) in enumerate(zip(order, LINES)):
         for number, run in enumerate(r for r in recorded()["runs"] if r["way"] == way):
             steps = every * (0.5 + np.arange(len(run["losses"])))
-            named = {"label": f"{i + 1}  {way}"} if number == 0 else {}
+            named = {"label": way} if number == 0 else {}
             loss.line(np.clip(run["losses"], 0, 2.5), steps, width=1.3, **named, **look)
-        right.points(found[way], np.full(len(found[way]), float(i)), look["color"], size=5)
+        beside = i + 0.08 * (np.arange(len(found[way])) - 2)  # a row of their own each: they would be one blob
+        right.points(beside, found[way], look["color"], size=4.5)
     told = "; ".join(f"{way} {values.min():.0f} to {values.max():.0f} %" for way, values in found.items())
     see.say(f"Six layers of sigmoids, 1,200 steps, five seeds. Test digits right: {told}.", right=found)
     see.rows = table()[:ways]
