@@ -108,7 +108,9 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
     if limit / unit < most:
         panel.rule("x", limit / unit, "ink", dash="--", width=2, label=f"{card}, {CARDS[card].memory} GB")
     else:
-        panel.text(f"{card}: {CARDS[card].memory} GB, far to the right", 0.99, 1, frame=True, anchor="end", valign="top")
+        panel.text(
+            f"{card}, {CARDS[card].memory} GB: beyond the right end", 0.99, 1, frame=True, anchor="end", valign="top"
+        )
     see.say(
         f"{NETWORKS[network]}, batch {batch}, {optimizer}: float32 keeps {whole[0] / unit:.3g} {word}, autocast "
         f"{whole[1] / whole[0]:.0%} of it, O1 {whole[2] / whole[0]:.0%}, O2 {whole[3] / whole[0]:.0%}. A {card} holds "

@@ -29,7 +29,7 @@ RUNS = {
     "mlp_digits_batch": "perceptron on digits, batches of 8 for 64",
 }
 FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
-SHOWN = 400  # steps of each recorded run
+SHOWN = 400  # steps of a recorded run; two of them are shorter
 POWERS = (-60, 120)  # what a hand may set: far beyond any axis, and within float32
 
 
@@ -112,7 +112,7 @@ def dynamics(
 ) -> None:  # fmt: skip
     """A recorded run under any dynamic scale: a ball on the scale below its ceiling, and the gradients beside it.
 
-    Numbers over all 400 steps: `scale finite reasons ceiling headroom zeros` (share of the gradient values that are
+    Numbers over all steps: `scale finite reasons ceiling headroom zeros` (share of the gradient values that are
     zero, NaN where there are none) and `layers` (whose gradient is the largest: who makes a dip of the ceiling).
     `drawn` are ceilings drawn by hand, `puts` scales set by hand, as exponents.
     """
@@ -132,11 +132,12 @@ def dynamics(
     low, high = math.floor(real.min()) - 3, math.ceil(real.max())
     high += max(3, math.ceil((high - low) / 7))  # the totals stand above the ceiling
     see.grid(440, rows=(3.3, 1), cols=(2.7, 1))
-    see.play("step", "step", SHOWN, every=100)
+    count = len(ceiling)
+    see.play("step", "step", count, every=100)
     used, top = exponents(scale, low, high), exponents(ceiling, low, high)
     good = since_change(scale, finite, span, [*puts])
     layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)]
-    main = _main(see, used, top, (low, high), good / max(1, min(span, SHOWN)), finite, reasons, zeros, layers)
+    main = _main(see, used, top, (low, high), good / max(1, min(span, count)), finite, reasons, zeros, layers)
     if ceiling[-1] < 0:
         first = np.flatnonzero(ceiling > 0)[-1] + 1
         main.given["title"] = f"from step {first} on no scale helps: the loss is not finite"
@@ -168,13 +169,13 @@ def dynamics(
     see.say(
         f"{capital(name)}{inside}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
         f"far: {{so_far}} of {{count}}. At this scale {share}.",
-        at=np.arange(SHOWN), count=np.arange(SHOWN) + 1, so_far=np.cumsum(~finite), power=np.log2(scale), scale=scale,
+        at=np.arange(count), count=np.arange(count) + 1, so_far=np.cumsum(~finite), power=np.log2(scale), scale=scale,
         finite=finite, reasons=reasons, layers=layers, ceiling=ceiling, headroom=headroom, zeros=zeros, **told,
     )  # fmt: skip
     see.rows = [
         {"step": i, "scale": exponent(scale[i]), "ceiling": exponent(ceiling[i]) if ceiling[i] > 0 else "none",
          "skipped": "" if finite[i] else "yes", "decision": str(reasons[i])}
-        for i in range(SHOWN)
+        for i in range(count)
         if not finite[i] or reasons[i] not in ("held", "at cap")
     ]  # fmt: skip
 
@@ -185,7 +186,7 @@ def _main(
 ) -> Panel:  # fmt: skip
     """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
     low, high = ends
-    x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, SHOWN, 20)]}
+    x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, len(used), 20)]}
     main = see.panel(title="the loss scale and its ceiling", x=x, y=log2("loss scale", low, high))
     skips = np.flatnonzero(~finite)
     main.band(top, high, label="here it would overflow")
@@ -197,7 +198,7 @@ def _main(
     for label, words in (("decision", reasons), ("largest gradient", layers)):
         codes, of = np.unique(words.astype(str), return_inverse=True)
         main.add("notes", label=label, told=codes.tolist(), codes=of.astype(np.uint8))
-    totals, words = [np.cumsum(~finite), np.arange(1, SHOWN + 1)], "skipped {} of {} steps"
+    totals, words = [np.cumsum(~finite), np.arange(1, len(used) + 1)], "skipped {} of {} steps"
     if not np.isnan(zeros).any():  # a step whose loss is not finite has no gradients to count
         totals, words = [*totals, tenths(zeros)], words + ";  {} % of this step's gradients are zero"
     main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
@@ -208,13 +209,13 @@ def _whole(see: Sheet, used: np.ndarray, top: Any, finite: np.ndarray, ends: Any
     """All steps in small, with the handles of the step and of the start."""
     low, high = ends
     every = next(k for k in (8, 16, 32, 64) if high - low < 3.5 * k)  # four names find room
-    whole = see.panel(1, 0, colspan=2, x=linear("step of the whole run", 0, SHOWN, 8), y=log2("", low, high, every))
+    whole = see.panel(1, 0, colspan=2, x=linear("step of the whole run", 0, len(used), 8), y=log2("", low, high, every))
     whole.band(top, high, quiet=True)
     whole.line(top, color="overflow", width=1)
     whole.line(used, step="mid", width=1.6)
     whole.crosses(used, np.flatnonzero(~finite), size=2.5, width=1.4)
-    whole.handle("x", "step", step, 0, SHOWN - 1, "step")
-    whole.handle("y", "start", start, 0, 32, "start, 2 to the", cross=0.015 * SHOWN, note="start")
+    whole.handle("x", "step", min(step, len(used) - 1), 0, len(used) - 1, "step")
+    whole.handle("y", "start", start, 0, 32, "start, 2 to the", cross=0.015 * len(used), note="start")
 
 
 # ---- factor x window

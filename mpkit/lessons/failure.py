@@ -82,7 +82,8 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     shares = found["counts"] / found["counts"].sum(1, keepdims=True)
     zero, over = found["zero"][scale], found["overflow"][scale]
     see.grid(430, 900)
-    panel = see.panel(title="the gradients of seven layers, times the loss scale; height: share of the layer", x=log2("magnitude", FIRST, LAST, 8),
+    title = "the gradients of seven layers, times the loss scale; height: share of the layer"
+    panel = see.panel(title=title, x=log2("magnitude", FIRST, LAST, 8),
                       y=names(LAYERS, down=True), pad=[28, 150, 44, 110])  # fmt: skip
     panel.given["y"]["lo"], panel.given["y"]["hi"] = len(LAYERS) - 0.4, -1.3  # room for the names of the regions
     ends = edges(FP16)
@@ -95,7 +96,9 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     fill = np.array(FATES)[np.searchsorted(ends, at, side="right")]
     panel.boxes(at, rows + 0.42 - tall, at + 1, rows + 0.42, fill=fill.tolist(), quiet=True)
     middle = (np.cumsum(shares[0]) < 0.5).sum() + recorded()["lowest"] + 0.5
-    panel.handle("x", "scale", scale, 0, 40, "loss scale, 2 to the", base=float(middle), cross=-0.3, note="drag all rows")
+    panel.handle(
+        "x", "scale", scale, 0, 40, "loss scale, 2 to the", base=float(middle), cross=-0.3, note="drag all rows"
+    )
     lost = tenths(zero)
     told = [f"{t:g} % are 0" if not o else f"{o:g} % are inf" for t, o in zip(lost, tenths(over))]
     panel.text(told, np.full(len(LAYERS), LAST), np.arange(len(LAYERS)), anchor="start", dx=8)
