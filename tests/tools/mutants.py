@@ -59,7 +59,7 @@ OWN = {  # module -> what the names of its test files begin with; EVERY: those o
     "boost": ("test_boost", "test_golden_boost", "test_a", "test_dim", "test_freeze", "test_group", "test_less"),
     "record": ("test_record", "test_amax", "test_traces", "test_strange"),
     "replay": ("test_replay", "test_tensor_scale"),
-    "diagnose": ("test_diagnose", "test_preflight", "test_watch"),
+    "diagnose": ("test_diagnose", "test_preflight", "test_watch", "test_public_reports", "test_recommend"),
 }
 WARM = ("numpy", "torch", "torch._dynamo", "torch.distributed", "pandas", "ml_dtypes", "hypothesis", "pytest")
 SWAPS: dict[type, type] = {
