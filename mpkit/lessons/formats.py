@@ -16,10 +16,12 @@ from mpkit.formats import FORMATS, FP16, FloatFormat, get_format
 from mpkit.rounding import round_to
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
 from mpkit.view.answers import nearest, read_exactly
-from mpkit.view.parts import prediction, regions
-from mpkit.view.sheet import DIFFERENT, Panel, log2, names, power_of_two, space
+from mpkit.view.parts import edges, prediction, regions
+from mpkit.view.sheet import Panel, log2, names, power_of_two, space
 
 NAMES = [name for name in FORMATS if name != "fp64"]
+OTHERS = ("e5m2fnuz", "e4m3fnuz", "e4m3b11fnuz", "e3m4", "binary8p3", "binary8p4", "binary8p5")
+BOX = {n: n for n in NAMES} | {n: f"other: {n}" for n in OTHERS}
 KIND_ROLES = {"normal": "normal", "subnormal": "subnormal", "zero": "zero", "inf": "overflow", "nan": "overflow"}
 
 
@@ -56,6 +58,8 @@ def neighbour(pattern: int, fmt: FloatFormat, up: bool) -> int | None:
     if magnitude == 0:
         return 1 if up else sign + 1
     beside = (magnitude + 1 if up != bool(fields.sign) else magnitude - 1) + fields.sign * sign
+    if beside == sign and fmt.fields(sign).kind == "nan":  # there is no minus zero: above the last negative number is 0
+        return 0
     return None if fmt.fields(beside % (2 * sign)).kind == "nan" or (beside ^ pattern) & sign else beside
 
 
@@ -131,9 +135,9 @@ def read(number: str, fmt: FloatFormat) -> tuple[float, Fraction, int]:
 
 # ---- sixteen bits that can be pressed
 @view(
-    fmt=Choice({n: n for n in NAMES}, "format"),
+    fmt=Choice(BOX, "format"),
     number=Text("number"),
-    pinned=Choice({n: n for n in ["none", *NAMES]}, "a second format beneath"),
+    pinned=Choice({"none": "none"} | BOX, "a second format beneath"),
 )
 def bits(see: Sheet, fmt="fp16", number="0.1", pinned="bf16") -> None:
     """The bits as buttons; the whole format in powers of two; the value among its neighbours, true to scale.
@@ -203,8 +207,9 @@ def _bit_row(row: Panel, form: FloatFormat, pattern: int) -> None:
     row.text(f"exponent, {many[0]}", left + 1.1, 1.15, valign="bottom", **look)
     row.text(f"fraction, {many[1]}", left + 1.1 + form.exponent_bits, -0.2, valign="top", **look)
     if fields.value is None:
-        ones = "exponent" if form.has_inf else "exponent and fraction"
-        formula = f"{ones} all ones: {'infinity' if fields.kind == 'inf' else 'not a number'}"
+        ones = "exponent all ones" if form.specials == "ieee" else "exponent and fraction all ones"
+        ones = "in the place of −0" if pattern == 1 << count - 1 else ones
+        formula = f"{ones}: {'infinity' if fields.kind == 'inf' else 'not a number'}"
     else:
         lead, power = (1, fields.exponent - form.bias) if fields.exponent else (0, form.min_exponent)
         sum_ = f"({lead} + {fields.fraction}/{2**form.fraction_bits})"
@@ -216,9 +221,9 @@ def _whole_format(see: Sheet, form: FloatFormat, value: float, nan: bool) -> Non
     least, most = form.min_subnormal_exponent, form.max_exponent
     combs = most - least < 55  # more would run together
     title = f"all of {form.name}; {'long ticks are powers' if combs else 'each tick is a power'} of two"
-    whole = see.panel(1, title=title, x=log2("magnitude", least - 2, most + 3), y=space(0, 1))
+    whole = see.panel(1, title=title, x=log2("magnitude", least - 4, most + 3), y=space(0, 1))
     narrow = {} if combs else dict.fromkeys(("zero", "subnormal", "overflow"), "")  # no room for their names
-    regions(whole, "x", least, form.min_exponent, most + 1, **narrow)
+    regions(whole, "x", *edges(form), **narrow)
     powers = range(least, most + 1)
     whole.points([0.28] * len(powers), powers, "ink", glyph="|", size=6, width=1.2)
     if combs:
@@ -245,7 +250,9 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, asked: Any, gap: flo
         "hi": high,
     }
     axis["ticks"] = [[v, f"{v:.{digits}g}"] for v in (value + k * half / 2.5 for k in (-2, -1, 0, 1, 2))]
-    line = see.panel(2, title=f"its neighbours; one ulp is {gap:.4g}", x=axis, y=space(0, 1.4))
+    beside = {"ticks": [[0.42, form.name], [0.1, pinned if pinned != "none" else ""]], "bare": True}
+    title = f"its neighbours; the gap, one ulp, is {gap:.4g}"
+    line = see.panel(2, title=title, x=axis, y={"lo": 0, "hi": 1.4, **beside}, pad=[28, 14, 46, 84])
     for height, name in ((0.42, form.name), (0.1, pinned)):
         if name == "none":
             continue
@@ -255,8 +262,8 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, asked: Any, gap: flo
         line.points([height] * len(values), values, "ink", glyph="|", size=9, width=1.6)
         if low <= stored <= high:
             line.points([height], [stored], "reference", glyph="D", size=4.5, label="stored", told=f"{stored:.7g}")
-        text = name if values else f"{name} has no value so near"
-        text += ", its nearest values" if len(values) > 60 else ""
+        text = "" if values else f"{name} has no value so near"
+        text = "its nearest values" if len(values) > 60 else text
         line.text(text, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
     away = -1 if math.copysign(1, value) < 0 else 1  # from zero, where one ulp ends at the next number
     both = [("gap before", before, "reference")] if math.isfinite(before) and before != gap else []
@@ -301,20 +308,6 @@ def ranges(see: Sheet, exponent=-20) -> None:
     told = "; ".join(f"{name} {fates[name]}" for name in ("fp32", "fp16", "bf16", "e5m2", "e4m3fn"))
     see.rows = [{"format": name, f"2^{exponent}": fates[name]} for name in NAMES]
     see.say(f"2^{exponent} = {2.0**exponent:.4g}: {told}.", kept=kept)
-
-
-def precision(shown: tuple[str, ...] = ("fp32", "fp16", "bf16", "e5m2", "e4m3fn")) -> Sheet:
-    """The gap to the next value relative to the value itself, over the whole range of each format."""
-    see, told = Sheet(), []
-    x, y = log2("magnitude", -152, 130, 24), log2("ulp / magnitude", -25, 1, 4)
-    panel = see.panel(title="lower is finer; flat where numbers are normal, rising where subnormal", x=x, y=y)
-    for fmt, look in zip(map(get_format, shown), DIFFERENT):
-        powers = np.arange(fmt.min_subnormal_exponent, fmt.max_exponent + 1)
-        relative = np.maximum(powers, fmt.min_exponent) - fmt.fraction_bits - powers
-        panel.line(relative, powers, label=fmt.name, tag=True, every=max(1, len(powers) // 6), **look)
-        told.append(f"2^{relative.min()} in {fmt.name}")
-    see.say(f"The relative gap at normal powers of two is {', '.join(told)}.")
-    return see
 
 
 # ---- predict: draw the gap

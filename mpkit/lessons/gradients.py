@@ -22,7 +22,7 @@ from mpkit.view.sheet import linear, log2, power_of_two
 
 MOMENTS = (0, 60, 240, 720)
 KINDS = ("activations", "weights")
-FORMATS = ("fp16", "bf16", "e5m2", "e4m3", "e4m3fn")
+FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn")
 SCALES = np.arange(-8, 31)
 FIRST, LAST, LEAST = -46, 26, -150  # exponents on screen; the outermost bars hold all beyond; below every float32
 TALLEST = 25.1  # percent: the highest bar of all histograms; axes and rings stand above it
@@ -130,29 +130,33 @@ def _picture(moment: int, kind: str, fmt: str) -> tuple[list[Shares], np.ndarray
 
 @view(
     moment=Choice({m: str(m) for m in MOMENTS}, "after training steps"),
-    kind=Choice({k: k for k in KINDS}, "gradients of"),
+    kind=Choice({"activations": "activations (between layers)", "weights": "weights"}, "gradients of"),
     fmt=Choice({f: f for f in FORMATS}, "format"),
     exponent=(int(SCALES[0]), int(SCALES[-1])),
 )
 def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0) -> None:
     """A histogram of real gradients against the range of a format, moved by a static loss scale.
 
-    Numbers: `shares` at the scale, `course` at all scales 2^-8 to 2^30, `best`, the recommended exponent. The
+    Numbers: `shares` at the scale, `course` at all scales 2^-8 to 2^30, `best`, the highest safe exponent. The
     histogram at every scale is sent at once, so that the scale is dragged without asking the kernel.
     """
     course, bars, best = _picture(moment, kind, fmt)
     limits = limits_of(get_format(fmt))
     ends = np.log2([limits.lost, limits.normal, limits.overflow])
     see.grid(480, 960, rows=(1.7, 1), cols=(1.6, 1))
-    see.play("exponent", "static scale, 2 to the", len(SCALES), every=150, first=int(SCALES[0]))
-    see.buttons["Recommended"] = {"exponent": int(np.clip(best, SCALES[0], SCALES[-1]))}
-    range_ = (int(SCALES[0]), int(SCALES[-1]), "static scale, 2 to the")
+    see.play("exponent", "loss scale, 2 to the", len(SCALES), every=150, first=int(SCALES[0]))
+    see.buttons["Highest safe scale"] = {"exponent": int(np.clip(best, SCALES[0], SCALES[-1]))}
+    range_ = (int(SCALES[0]), int(SCALES[-1]), "loss scale, 2 to the")
     x, y = log2("magnitude", FIRST, LAST, 12), linear("share of the values, %", 0, 1.6 * TALLEST, 5)
     left = see.panel(title=f"gradients times the scale, in {fmt}", x=x, y=y)
     regions(left, "x", *map(float, ends))
     look = {"width": 1, "label": "share, %", "quiet": True}
     left.bars(bars, np.arange(FIRST, LAST) + 0.5, zones=zones(ends), **look)
     peak = int(np.argmax(bars[-SCALES[0]])) + FIRST + 0.5
+    largest = math.log2(gradients_of_digits()[moment, kind][-1])  # too rare for a bar that one would see
+    left.points(
+        np.zeros(len(SCALES)), largest + SCALES, "ink", glyph="|", size=12, width=2, show="at", label="the largest"
+    )
     left.handle("x", "exponent", exponent, *range_, base=peak, cross=1.08 * TALLEST, note="drag")
 
     top, where = 1.5 * TALLEST, log2("magnitude of the gradient itself", FIRST, LAST, 12)
@@ -162,30 +166,27 @@ def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0
     lost, over = float(ends[0]), float(ends[2])
     told = [f"{power_of_two(round(lost - e, 1))} to {power_of_two(round(over - e, 1))}" for e in SCALES]
     frame: dict[str, Any] = {"width": over - lost, "shift": -SCALES, "fill": "normal/0.2", "edge": "normal"}
-    window.bars([top], [(lost + over) / 2], label="window of the format", told=told, **frame)
+    window.bars([top], [(lost + over) / 2], label="what the format holds", told=told, **frame)
     window.bars(bars[-SCALES[0]], np.arange(FIRST, LAST) + 0.5, width=1, fill="reference/0.6", label="gradients, %")
     words: dict[str, Any] = {"frame": True, "anchor": "end", "valign": "top", "color": "zero"}
     window.text("zero up to 2^{}", 0.99, 1, values=[lost - SCALES], **words)
-    grip: dict[str, Any] = {"id": "threshold", "slope": -1, "note": "threshold", "cross": 1.22 * TALLEST}
+    grip: dict[str, Any] = {"id": "threshold", "slope": -1, "note": "below: 0", "cross": 1.22 * TALLEST}
     window.handle("x", "exponent", exponent, *range_[:2], "threshold below which all is 0", base=lost, **grip)
 
-    x, y = log2("static loss scale", -8, 30, 8), linear("share, %", -3, 103, 5)
+    x, y = log2("loss scale", -8, 30, 8), linear("share, %", -3, 103, 5)
     right = see.panel(0, 1, rowspan=2, title="lost at each scale", x=x, y=y)
     gone, over_all = ([100 * getattr(s, name) for s in course] for name in ("lost", "overflow"))
-    right.line(gone, SCALES, "zero", label="flushed to zero", every=4, glyph="o")
+    right.line(gone, SCALES, "zero", label="becomes zero", every=4, glyph="o")
     right.line(over_all, SCALES, "overflow", dash="--", label="overflow", every=4, glyph="s")
     right.rule("x", best, "normal", dash=":", width=2)
-    right.text("recommended", best, 96, color="normal", halo=True, beside=-6 if best > 16 else 6)
+    right.text("highest safe", best, 96, color="normal", halo=True, beside=-6 if best > 16 else 6)
     for values in (gone, over_all):
-        right.points(values, SCALES, "own", show="at", size=5)
+        right.points(values, SCALES, "own", show="at", size=5, label="at this scale")
     columns = {n: tenths([getattr(s, n) for s in course]) for n in ("lost", "subnormal", "overflow")}
     now = course[exponent - int(SCALES[0])]
     see.say(
-        f"After {moment} steps, gradients of {kind} in {fmt} at a static scale of {{power:2^}}: {{lost}} % flushed to "
-        "zero, {subnormal} % subnormal, {overflow} % overflow. Gradients up to {threshold:2^} become zero. The scale "
-        f"recommended for this histogram is 2^{best}.",
+        f"After {moment} steps, gradients of {kind} in {fmt} at a loss scale of {{power:2^}}: {{lost}} % become "
+        "zero, {subnormal} % subnormal, {overflow} % overflow. Gradients up to {threshold:2^} become zero. The "
+        f"highest safe scale for this histogram is 2^{best}.",
         power=SCALES, threshold=lost - SCALES, shares=now, course=course, best=best, **columns,  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-# ---- does it matter?

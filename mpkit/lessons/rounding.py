@@ -209,11 +209,11 @@ def _corners(values: np.ndarray) -> np.ndarray:
 
 
 # ---- weights that grow by tiny updates
-LOOKS = {  # role, dash, label
-    "nearest": ("overflow", None, "16 bit, nearest"),
-    "master": ("zero", "--", "float32 master"),
-    "kahan": ("normal", "-.", "16 bit, Kahan"),
-    "stochastic": ("own", None, "16 bit, stochastic"),
+LOOKS = {  # role, dash, glyph and its size, label; a diamond of Kahan is seen on the disc of the master
+    "nearest": ("overflow", None, "s", 4, "16 bit, nearest"),
+    "master": ("zero", "--", "o", 7, "float32 master"),
+    "kahan": ("normal", "-.", "D", 3.5, "16 bit, Kahan"),
+    "stochastic": ("own", None, "^", 4, "16 bit, stochastic"),
 }
 
 
@@ -233,10 +233,13 @@ def updates(see: Sheet, fmt="fp16", update=1e-4, progress=100) -> None:
     see.grid(380)
     see.play("progress", "% of the run", 101, every=80)
     x, y = linear("updates", 0, STEPS, 8), linear("weight", 1 - 0.08 * end, 1 + 1.08 * top, 5)
-    panel = see.panel(title=f"a weight of 1 gets 2,000 updates of {update:.3g}, kept in five ways", x=x, y=y)
-    panel.line(paths["exact"], at, "reference", dash=":", width=1.6, label="exact", tag=True)
-    for scheme, (color, dash, label) in LOOKS.items():
-        panel.line(paths[scheme], at, color, dash=dash, width=2.2, show="upto", label=label, tag=True)
+    panel = see.panel(
+        title=f"a weight of 1 gets 2,000 updates of {update:.3g}, kept in five ways", x=x, y=y, pad=[28, 28, 46, 66]
+    )
+    panel.line(paths["exact"], at, "reference", dash=":", width=1.6, label="exact")
+    for scheme, (color, dash, glyph, size, label) in LOOKS.items():
+        look = {"dash": dash, "glyph": glyph, "size": size, "every": 12}
+        panel.line(paths[scheme], at, color, width=2.2, show="upto", label=label, **look)
     last = [paths[s] - 1 for s in ("nearest", "exact")]  # beside the 1 a tiny change would not be seen
     words = "nearest has moved by {}; exact by {}"
     panel.text(words, 0.02, 1, values=last, frame=True, anchor="start", valign="top", dy=6, halo=True)
