@@ -158,7 +158,8 @@ def workers(see: Sheet, agreement=0.3, dimension=64, count=8, seed=0) -> None:
     at = WORKERS.index(count)
     told = ", ".join(f"{rule} {lengths[rule][at]:.2f}" for rule in RULES)
     see.say(
-        f"{counted(count, 'worker')}; {agreement:.2f} of every update is shared, the rest is noise. Lengths, in "
+        f"{counted(count, 'worker')}; {agreement:.2f} of the squared length of every update is shared, "
+        f"the rest is noise. Lengths, in "
         f"single updates: {told}. The cosine with the shared direction is {cosines['AdaSum'][at]:z.2f} for AdaSum and "
         f"{cosines['mean'][at]:z.2f} for the mean.",
         lengths=lengths, cosines=cosines,

@@ -21,6 +21,7 @@ NETWORKS = {
 WAYS = ("float32", "autocast", "O1", "O2", "O3", "8 bits")
 PARTS = {"weights": "zero", "gradients": "overflow", "optimizer state": "subnormal", "copies of weights": "own",
          "kept for the backward pass": "normal"}  # fmt: skip
+HATCHED = ("gradients", "copies of weights")  # beside colour, so that neighbours differ without it
 STATE = {"Adam": 8, "momentum": 4}
 """Bytes of float32 state for a parameter."""
 
@@ -101,7 +102,8 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
     for part, color in PARTS.items():
         here = np.array([parts[part] for parts in kept.values()]) / unit
         rows = np.flatnonzero(here)
-        panel.boxes(before[rows], rows - 0.36, (before + here)[rows], rows + 0.36, fill=color, label=part,
+        look: dict[str, Any] = {"hatch": True, "edge": "ink"} if part in HATCHED else {}
+        panel.boxes(before[rows], rows - 0.36, (before + here)[rows], rows + 0.36, fill=color, label=part, **look,
                     told=[f"{h:.3g} {word}" for h in here[rows]])  # fmt: skip
         before += here
     panel.text([f"{w / whole[0]:.0%}" for w in whole], before, np.arange(len(WAYS)), anchor="start", dx=6)
@@ -111,10 +113,11 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
         panel.text(
             f"{card}, {CARDS[card].memory} GB: beyond the right end", 0.99, 1, frame=True, anchor="end", valign="top"
         )
+    article = "An" if card.startswith(("A", "H", "R")) else "A"
     see.say(
         f"{NETWORKS[network]}, batch {batch}, {optimizer}: float32 keeps {whole[0] / unit:.3g} {word}, autocast "
-        f"{whole[1] / whole[0]:.0%} of it, O1 {whole[2] / whole[0]:.0%}, O2 {whole[3] / whole[0]:.0%}. A {card} holds "
-        f"a batch of {fits['float32']} in float32, of {fits['O2']} at O2.",
+        f"{whole[1] / whole[0]:.0%} of it, O1 {whole[2] / whole[0]:.0%}, O2 {whole[3] / whole[0]:.0%}. "
+        f"{article} {card} holds a batch of {fits['float32']} in float32, of {fits['O2']} at O2.",
         bytes=kept, fits=fits,
     )  # fmt: skip
     see.rows = [

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,7 +135,7 @@ def stages() -> tuple[list[str], list[bool], int]:
     adasum="adasum",
     grad_accumulation="grad_accumulation",
     own="freezing of your own",
-    full=Range(0, 1, 0.05, "unfrozen steps"),
+    full=Range(0, 1, 0.05, "full steps"),
     kind=Choice(ORDERS, "freeze_type"),
     compare=[*COMPARED],
     beside=Choice({name: name for name in COMPARED}, "with"),
@@ -242,12 +241,9 @@ def _field(see: Sheet, this: Effect, compare: str) -> None:
     squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
     sets = [{"compare": name} | ({} if name == compare else {"beside": compare}) for name in at]
     panel.boxes(*squares, name="compare", sets=sets, names=[f"compare with {name}" for name in at], quiet=True)
-    for (x0, y0), (x1, y1) in pairwise(at[name] for name in ("none", "O1", "O1 tuned")):
-        start, end = ((x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in (0.12, 0.88))
-        panel.arrow(start, end, width=1.6)
     if own:
-        panel.rule("x", own, "own", width=1.8)
-        panel.text(f"this: {own:.2f}", own, high, color="own", valign="top", dx=36, halo=True)
+        panel.points([high - 0.25], [own], "own", glyph="v", size=7, quiet=True)
+        panel.text(f"this: {own:.2f}", own, high, color="own", valign="top", beside=12, halo=True)
 
 
 def _stages(see: Sheet, this: np.ndarray, other: np.ndarray, less_bn: bool, compare: str) -> None:

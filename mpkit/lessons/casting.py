@@ -62,13 +62,17 @@ class Step(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A network seen operation by operation at one level: steps, layer names, bytes kept, error of the result."""
+    """A network seen operation by operation at one level: steps, layer names, bytes kept, error of the result.
+
+    `border_casts` of its `activation_casts` are those of the network's own input and output.
+    """
 
     steps: tuple[Step, ...]
     layers: tuple[str, ...]
     kept_bytes: int
     parameter_casts: int
     activation_casts: int
+    border_casts: int
     error: float
 
 
@@ -128,8 +132,9 @@ def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> W
     border = [cast for cast in book.casts if not cast.operation]  # the network's input counts for the first operation
     flushed, overflowed = (sum(getattr(cast, name) or 0 for cast in border) for name in ("flushed", "overflowed"))
     steps[0] = steps[0]._replace(flushed=steps[0].flushed + flushed, overflowed=steps[0].overflowed + overflowed)
-    weights = sum(cast.tensor != "activation" for cast in book.casts)
-    return Walk(tuple(steps), layers, book.measured_bytes, weights, len(book.casts) - weights, steps[-1].error)
+    weights, moved = (sum(c.tensor != "activation" for c in cs) for cs in (book.casts, border))
+    casts = weights, len(book.casts) - weights, len(border) - moved
+    return Walk(tuple(steps), layers, book.measured_bytes, *casts, steps[-1].error)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -164,9 +169,10 @@ def levels(see: Sheet, network="MLP", level="O2", fmt="fp16", kept=0, exponent=0
     low = sum(step.compute != "float32" for step in seen.steps)
     lost = sum(s.flushed for s in seen.steps), sum(s.overflowed for s in seen.steps)
     moved = f", layer {seen.layers[kept - 1]} in float32" if kept else ""
+    ends = f", of these {seen.border_casts} at the network's input and output" if seen.border_casts else ""
     told = (
         f"{network} at {level} in {fmt}{moved}: {low} of {len(seen.steps)} operations compute in {fmt}. Parameters are "
-        f"cast {counted(seen.parameter_casts, 'time')}, activations {counted(seen.activation_casts, 'time')}. "
+        f"cast {counted(seen.parameter_casts, 'time')}, activations {counted(seen.activation_casts, 'time')}{ends}. "
         f"{counted(lost[0], 'value')} became zero and {lost[1]} overflowed. {seen.kept_bytes / 1024:.0f} KiB are kept "
         f"for the backward pass, against {plain.kept_bytes / 1024:.0f} KiB in float32."
     )

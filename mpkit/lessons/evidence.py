@@ -74,7 +74,7 @@ def case(name: str) -> Case:
         images[7, 0, 14, 14] = math.nan  # a dead pixel
     elif name == "D":
         middle = {"entropy": Layer(torch.log)}
-    return Case(_network(**middle), (images, labels), 2.0 ** (24 if name == "A" else 12))
+    return Case(_network(**middle), (images, labels), 2.0 ** (24 if name in ("A", "D") else 12))
 
 
 @cache
@@ -224,6 +224,9 @@ def _bars(see: Sheet, bars: Any, fmt: Any, report: Report, scale: int) -> None:
         color = "overflow" if word else "own" if gradient else "reference"
         ends = exponents(np.nan_to_num([small, large], nan=np.inf, posinf=np.inf), low, high)
         look = {"dash": "--"} if gradient else {}
+        if broken == "NaN":  # it has no place on the axis
+            panel.text("NaN", 0, row, color="overflow", halo=True)
+            continue
         panel.boxes([ends[0]], [row - 0.2], [ends[1]], [row + 0.2], fill=f"{color}/0.4", edge=color, width=1.5, **look)
         if report.operation and not gradient and name == report.module:
             panel.text("born here", ends[0], row, beside=-8, color="overflow", halo=True)
@@ -258,7 +261,10 @@ def ceilings_of(name: str) -> np.ndarray:
 def _run(see: Sheet, title: str, t: Trace, tops: np.ndarray, *more: np.ndarray) -> tuple[Panel, int, int]:
     """A panel of scales over the steps under their ceiling, and the ends of its axis, which hold `more` scales, too."""
     low, high = fitted(tops, t.scale, *more, within=(-40, 60))
-    panel = see.panel(title=title, x=linear("step", 0, len(t), 6), y=log2("loss scale", low, high))
+    y = log2("loss scale", low, high)
+    if np.nanmin(t.scale) < 2.0**low:  # what lies lower is drawn at the edge
+        y["ticks"] = [[low, f"≤ {power_of_two(low)}"], *(tick for tick in y["ticks"] if tick[0] > low + 2)]
+    panel = see.panel(title=title, x=linear("step", 0, len(t), 6), y=y)
     panel.band(exponents(tops, low, high), high, label="here it would overflow")
     return panel, low, high
 
@@ -358,7 +364,7 @@ def what_if(see: Sheet, run="mlp_digits", start=16, factor=2.0, window=50, drawn
     _scale_line(panel, scale, skipped, width=2.4, label="replayed", ghost=True)
     if not set(own) & set(least):
         panel.line(exponents(best_scale, low, high), color="normal", dash="-.", label="loses least", **look)
-    pen = {"name": "drawn", "lo": low, "hi": high, "label": "ceiling", "width": 1.4, "quiet": True}
+    pen = {"name": "drawn", "lo": low, "hi": high, "label": "ceiling", "width": 1.4}
     panel.add("pen", y=exponents(tops, low, high), color="overflow", **pen)
     covered = window < 0.25 * steps and abs(start - low - 0.8) < 0.06 * (high - low)  # by the ball of the start
     note = None if covered else f"window {window}" if window < 0.8 * steps else "window"

@@ -36,7 +36,7 @@ def costs() -> list[float]:
 @view(
     groups=Range(1, 21, label="param_groups"),
     kind=Choice(ORDERS, "freeze_type"),
-    full=Range(0, 1, 0.05, "steps without freezing (freeze_p)"),
+    full=Range(0, 1, 0.05, "full steps"),
     seed=Range(0, 99),
     step=(0, STEPS - 1),
 )

@@ -29,9 +29,9 @@ STEPS = 200
 def _curves(see: Sheet, panel: Panel, curves: Mapping[str, Sequence[float]], step: int) -> None:
     """A line for each curve with its name at the end, a marker at the step that is played, and a handle there."""
     see.play("step", "step", (count := len(next(iter(curves.values())))), every=80)
-    for (name, seen), look in zip(curves.items(), DIFFERENT):
+    for k, ((name, seen), look) in enumerate(zip(curves.items(), DIFFERENT)):  # where some agree all are seen
         panel.line(seen, width=1.8, label=name, tag=True, **look | {"glyph": None})
-        panel.points(seen, show="at", size=4.5, **look | {"dash": None})
+        panel.points(seen, show="at", **look | {"dash": None, "fill": "none", "width": 1.8, "size": 3.5 + 2 * k})
     panel.rule("x", "index", "muted", dash=":")
     panel.handle("x", "step", step, 0, count - 1, "marked step")
 
@@ -138,7 +138,7 @@ def decay(see: Sheet, parameter=NAMES[0], place=PLACES[0], size=0.1, rate=0.01, 
         reach = "a learning rate of 0 moves nothing"
     see.grid(380)
     x, y = linear("step", 0, STEPS, 8), linear("weight", -0.2, 1.4, 8)
-    room = [28, 136, 42, 60]  # for the name AdamWeightDecay
+    room = [28, 150, 42, 60]  # for the name AdamWeightDecay
     panel = see.panel(title=f"{parameter}, {place}: {reach}", x=x, y=y, pad=room)
     alone = (1 - rate * amount) ** np.arange(STEPS + 1)
     panel.line(alone, color="reference", dash=":", width=5, label="× (1 − rate × decay) each step")

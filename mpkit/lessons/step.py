@@ -107,7 +107,7 @@ def _small() -> tuple[nn.Sequential, Tensor, Tensor]:
 
 # ---- one step in eight phases
 LOW, HIGH = -28, 40  # powers of two of the axis; inf and NaN lie at its top, what is 0 at its foot
-PLACES = ("1 weights", "2 forward", "3 loss", "4 backward", "5 gradients", "6 divided", "7 update", "8 next scale")
+PLACES = ("1 weights", "2 forward", "3 loss", "4 backward", "5 gradients", "6 divided", "7 change", "8 next scale")
 
 
 @view(
@@ -133,6 +133,7 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
     bad_at = [i for i, p in enumerate(walk.phases[:7]) if p.bad and not (i == 6 and walk.skipped)]
     largest = [p.largest for p in walk.phases]
     at = exponents(np.nan_to_num(largest, nan=math.inf), LOW, HIGH)
+    at[7] = math.nan  # the scale is no value on its way: words tell it
     panel.line(at, color="reference", width=1.6, show="upto")
     for dtype, glyph, role in (("float16", "o", "own"), ("float32", "s", "reference")):
         here = [i for i, p in enumerate(walk.phases) if p.dtype == dtype and i not in bad_at]
@@ -143,11 +144,12 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
         look: dict[str, Any] = {"glyph": "x", "size": 7, "width": 3, "since": bad_at, "show": "upto", "told": told}
         panel.points(at[bad_at], bad_at, "overflow", label="inf or NaN", **look)
     for i, p in enumerate(walk.phases):
-        words = "" if i in bad_at[1:] else told_power(p.largest) if i == 7 else f"{p.largest:.3g}"
+        words = "" if i in bad_at[1:] else f"{told_power(p.largest)}\nis the scale" if i == 7 else f"{p.largest:.3g}"
         words = f"{p.bad} of {p.many}\nnot finite" if i in bad_at[:1] and p.many > 1 else words
         only = (0, 5) if i == 0 and walk.lost else (i, 7)  # then they are other weights
-        down = {"dy": 24 if i in bad_at else -16}
-        panel.text(words, i, at[i], color="overflow" if i in bad_at else "ink", halo=True, only=only, **down)
+        falls = 0 < i < 7 and at[i - 1] - at[i] > 6  # then the line comes down where the words would stand
+        look = {"dy": 24 if i in bad_at else 18 if falls else -18, "color": "overflow" if i in bad_at else "ink"}
+        panel.text(words, i, at[i] if i < 7 else 4.0, halo=True, only=only, **look)
     _gate(panel, walk)
     roles = np.array([i in bad_at for i in range(8)], np.uint8)
     panel.points(at, color=["own", "overflow"], hue=roles, show="at", size=9, glide=True, fill="none", width=3)
@@ -232,12 +234,13 @@ def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
     cosines = {o: float(F.cosine_similarity(g, right, dim=0)) for o, g in now.items()}
     see.grid(380)
     x, y = log2("loss scale", 0, 20, 4), log2("norm that the optimizer sees", low, high, 4)
-    panel = see.panel(title="what each order hands to the optimizer", x=x, y=y)
+    panel = see.panel(title="what each order hands to the optimizer (its cosine)", x=x, y=y)
     asked = math.log2(max_norm)
     panel.rule("y", asked, "reference", dash=":")
     panel.text("the norm asked for", 0, asked, anchor="start", dx=20, dy=-16, color="reference", halo=True)
     for (name, values), look, color in zip(norms.items(), DIFFERENT, ("normal", "overflow", "zero")):
-        panel.line(exponents(values, low, high), label=name, tag=True, every=2, **look | {"color": color})
+        named = f"{name} ({cosines[name]:.2f})"
+        panel.line(exponents(values, low, high), label=named, tag=True, every=2, **look | {"color": color})
     panel.handle("x", "exponent", exponent, 0, 20, "loss scale, 2 to the")
     panel.handle("y", "max_norm", asked, -6, 2, "clip to the norm, 2 to the", log2=True, step=0.5, cross=19.4)
     seen = [f"{norms[o][exponent]:.3g}" for o in ORDERS]

@@ -12,7 +12,7 @@ from mpkit.policies import FRAMEWORKS, ScalePolicy, naive_loss_ratio, own_names,
 from mpkit.replay import simulate
 from mpkit.view import Choice, Range, Sheet, view
 from mpkit.view.sheet import Panel, exponents, fitted, linear, log2
-from mpkit.view.words import exponent
+from mpkit.view.words import counted, exponent
 
 STEPS = 200
 SITUATIONS: dict[str, tuple[str, str]] = {  # its name, and what the sentence tells of it
@@ -121,9 +121,12 @@ def _who(skipped: np.ndarray, count: int) -> str:
 
 
 def _every_rule(see: Sheet, scales: Any, bad: Any, ceiling: Any, raised: Any, final: Any) -> None:
-    """Above, the two rules that differ first; below, every rule under the same ceiling."""
+    """Above, the two rules that differ first; below, every rule under the same ceiling, with those that do the same."""
+    alike = dict[tuple[bytes, int], list[int]]()
+    for i in range(len(ZOO)):
+        alike.setdefault((scales[:, i].tobytes(), int(raised[i])), []).append(i)
     columns = 6
-    rows = -(-len(ZOO) // columns)
+    rows = -(-len(alike) // columns)
     see.grid(300 + 96 * rows, 1000, rows=(3.2, *[1] * rows), cols=(1,) * columns)
     see.play("step", "step", STEPS, every=60)
     low, high = fitted(scales, ceiling)  # a line cut off would look like a floor or a cap
@@ -151,9 +154,11 @@ def _every_rule(see: Sheet, scales: Any, bad: Any, ceiling: Any, raised: Any, fi
     if at >= 0:
         main.rule("x", at, "muted", dash=":")
     small = linear("", 0, STEPS - 1, 2) | {"blank": True}, log2("", low, high) | {"blank": True, "ticks": []}
-    for i, name in enumerate(ZOO):
-        where: dict[str, Any] = {"row": i // columns + 1, "col": i % columns, "pad": [24, 6, 6, 8]}
-        panel = see.panel(title=name, title_size=10, x=dict(small[0]), y=dict(small[1]), **where)
+    for k, same in enumerate(alike.values()):
+        i = next((j for j in same if j in (first, second)), same[0])
+        where: dict[str, Any] = {"row": k // columns + 1, "col": k % columns, "pad": [24, 6, 6, 8]}
+        title = ZOO[i] + (f" and {counted(len(same) - 1, 'other')}" if len(same) > 1 else "")
+        panel = see.panel(title=title, title_size=10, x=dict(small[0]), y=dict(small[1]), **where)
         if overflows:
             panel.line(top, color="overflow", width=1, step="mid")
         draw(panel, i, "own" if i == first else "zero" if i == second else "reference", 2.2, None, width=1.8)
@@ -204,7 +209,7 @@ def _two_rules(see: Sheet, scale: Any, torch: Any, losses: Any, start: int, ceil
     low, high = min(-50, math.floor(powers.min()) - 2), max(50, math.ceil(powers.max()) + 2)
     see.grid(400, 900)
     y = log2("loss scale; loss", low, high, 10 if high - low < 120 else 25)
-    title = "only torch's rule looks at the gradients"
+    title = "two rules for the loss scale"
     panel = see.panel(title=title, x=linear("step", 0, SPAN, 8), y=y)
     panel.span("y", ceiling, high, "overflow/0.15", "gradients overflow")
     panel.span("y", low, -24, "zero/0.15")

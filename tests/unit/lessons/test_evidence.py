@@ -98,8 +98,8 @@ def test_the_way_shows_what_was_reached_and_nothing_else():
 
 
 def test_what_lesson_08_says():
-    assert [case(name).scale for name in "ABCD"] == [2**24, 2**12, 2**12, 2**12]
-    verdicts = {n: detective(training=n, scale=p).numbers["report"].verdict for n, p in zip("ABCD", (24, 12, 12, 12))}
+    assert [case(name).scale for name in "ABCD"] == [2**24, 2**12, 2**12, 2**24]
+    verdicts = {n: detective(training=n, scale=p).numbers["report"].verdict for n, p in zip("ABCD", (24, 12, 12, 24))}
     assert verdicts == dict(zip("ABCD", ["scale_too_high", "forward_overflow", "bad_data", "model_non_finite"]))
     assert WORDS["predict"]["scale"]["right"] == "a"
     assert WORDS["predict"]["format"]["right"] == "b"
