@@ -132,7 +132,7 @@ def prediction(
     mine = np.concatenate([np.full(first, np.nan), guess])
     look: dict[str, Any] = {"color": "own", "label": "your line", "width": 2.4, "dash": "--"}
     near = int((np.abs(guess - truth[first:]) <= within).sum())
-    numbers: dict[str, Any] = {"guess": guess, "truth": truth[first:], "near": near}
+    numbers: dict[str, Any] = {"guess": guess, "truth": truth[first:], "near": near, "within": within}
     if not shown:
         panel.add("pen", y=mine, name="drawn", lo=ends[0], hi=ends[1], **look)
         see.buttons["Show what happened"] = {"shown": True}
@@ -141,8 +141,8 @@ def prediction(
     panel.line(mine, **look)
     see.idle |= {"typed"}
     picture = said["seen"]["right" if near >= 0.88 * count else seen(guess)]
-    head = f"At {near} of {count} points your line is within {said['near']}."
-    see.say(f"{head} {picture} What happened: {said['happened']}.", **numbers)
+    head = f"At {{near}} of {{count}} points your line is within {said['near']}."
+    see.say(f"{head} {{picture}} What happened: {said['happened']}.", count=count, picture=picture, **numbers)
     return len(truth)
 
 

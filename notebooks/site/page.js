@@ -1,11 +1,11 @@
 // ---- What stands in for the kernel on a static page: the traits of mpkit/view/page.py, from a table of pictures that
-// tables.py computed. A state is a dict of parameters; what was asked for and not computed is said in words.
+// pictures.py computed. A state is a dict of parameters; what was asked for and not computed is said in words.
 const BRINGS = "This page holds pictures that were computed beforehand; make lab opens the lesson with all values.";
 const nine = (v) => (typeof v !== "boolean" && v !== "" && v !== null && Number.isFinite(+v) ? String(+(+v).toPrecision(9)) : JSON.stringify(v));
 const floats = (v) => (v.f4 ? new Float32Array(v.f4.slice().buffer) : Float32Array.from(v));
 const base = document.currentScript.src.replace(/[^/]*$/, "");
 
-async function opened(text) { // the inverse of tables.packed; a picture is unpacked when it is first shown
+async function opened(text) { // the inverse of pictures.packed; a picture is unpacked when it is first shown
 	const raw = await new Response(new Blob([Uint8Array.from(atob(text), (c) => c.charCodeAt(0))]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
 	const end = 4 + new DataView(raw).getUint32(0), { pool, root } = JSON.parse(new TextDecoder().decode(new Uint8Array(raw, 4, end - 4))), done = [];
 	const whole = (v) => {
@@ -20,9 +20,10 @@ async function opened(text) { // the inverse of tables.packed; a picture is unpa
 	return { ...Object.fromEntries(Object.keys(table).filter((k) => k !== "nodes").map((k) => [k, whole(table[k])])), states, node: (k) => whole(nodes[k]) };
 }
 
-function standIn({ controls, tries, names, step, index, line, work, refused, states, node }) {
+function standIn({ starts, names, step, line, work, refused, states, node }, start) {
+	const { node: first, controls, tries, index } = starts[start];
 	const heard = new Map(), pen = new Map(), key = (s) => s.map(nine).join("|"), where = new Map(states.map((s, k) => [key(s), k])), why = new Map(refused.map(([s, said]) => [key(s), said]));
-	let now = 0, shown = -1, table = false, last, keyed = false;
+	let now = first, shown = -1, table = false, last, keyed = false;
 	const traits = { index, tries: tries.map(([say]) => say), message: "", rows: [], ahead: {}, wish: {}, kept: {} };
 	// every slider stops where something was computed
 	traits.controls = controls.map((c) => (c.grid ? { ...c, grid: [...new Set(states.map((s) => +s[names.indexOf(c.name)]))].sort((a, b) => a - b) } : c));
@@ -30,7 +31,7 @@ function standIn({ controls, tries, names, step, index, line, work, refused, sta
 	const tell = (name) => heard.get(name)?.forEach((f) => f());
 	function show() {
 		const { spec, idle, buttons, rows } = node(now), drew = shown !== now;
-		traits.spec = drew || pen.size ? withPen(spec) : traits.spec;
+		traits.spec = drew || pen.size ? judged(withPen(spec)) : traits.spec;
 		traits.state = { values: { ...params(), ...(line && { typed: line.text ?? "" }) }, idle, buttons: [...Object.keys(buttons), "Reset"], busy: false, progress: 0, tokens: {} };
 		traits.rows = table ? rows : [];
 		shown = now;
@@ -42,6 +43,12 @@ function standIn({ controls, tries, names, step, index, line, work, refused, sta
 		for (const [k, v] of pen) y[k] = v;
 		return { ...m, y: { f4: new Uint8Array(y.buffer) } };
 	}) })) });
+	function judged(spec) { // of the reader's line it is said how near it came, and whether that is right; not which picture it shows
+		const [template, columns] = spec.says, y = columns.near != null && line && floats(spec.panels[0].marks.find((m) => m.label === "your line").y);
+		if (!y) return spec;
+		const near = line.truth.filter((v, i) => Math.abs(y[i + y.length - line.truth.length] - v) <= line.within).length;
+		return { ...spec, says: [template, { ...columns, near, picture: near >= 0.88 * line.truth.length ? line.right : "" }] };
+	}
 	// The picture that has what was asked for, or comes nearest, and is in all else most like the one that stands there.
 	function nearest(changed) {
 		const from = states[now], one = Object.keys(changed);
@@ -81,7 +88,7 @@ function standIn({ controls, tries, names, step, index, line, work, refused, sta
 	}
 	function press(button) {
 		const { buttons } = node(now), done = work.filter(([, name]) => name === button);
-		if (button === "Reset") { [now, shown, traits.index] = [0, -1, index]; pen.clear(); if (line) line.text = ""; return; }
+		if (button === "Reset") { [now, shown, traits.index] = [first, -1, index]; pen.clear(); if (line) line.text = ""; return; }
 		if (buttons[button]) {
 			if (line && !pen.size) return say(line.first);
 			const { spec } = node(now);
@@ -91,7 +98,7 @@ function standIn({ controls, tries, names, step, index, line, work, refused, sta
 		if (!done.length) return say(`${button} needs a kernel. ${BRINGS}`);
 		const apart = (k) => names.filter((n, i) => !["run", "before", "steps"].includes(n) && nine(states[k][i]) !== nine(states[now][i])).length;
 		const [from, , end] = done.reduce((best, row) => (apart(row[0]) < apart(best[0]) ? row : best));
-		const settings = names.filter((n, i) => nine(states[from][i]) !== nine(states[0][i])).map((n) => `${label(n)} ${params(from)[n]}`).join(", ");
+		const settings = names.filter((n, i) => nine(states[from][i]) !== nine(states[first][i])).map((n) => `${label(n)} ${params(from)[n]}`).join(", ");
 		say(`A recorded training with ${settings || "the lesson's settings"}; make lab trains on your machine.`);
 		now = end;
 	}
@@ -108,7 +115,7 @@ function standIn({ controls, tries, names, step, index, line, work, refused, sta
 			else say(`What you draw has to be computed. ${BRINGS}`);
 		}
 		if ("press" in what) press(what.press);
-		if ("try" in what) { now = 0; to(tries[what.try][1]); }
+		if ("try" in what) { now = first; to(tries[what.try][1]); }
 	}
 	return {
 		get: (name) => traits[name],
@@ -129,12 +136,19 @@ function standIn({ controls, tries, names, step, index, line, work, refused, sta
 
 // ---- the page: a view comes to life when the reader is near; until then, and without scripts, its stored picture stands
 const tables = new Map();
-globalThis.mpkitTable = (name, text) => tables.get(name)(text);
+globalThis.mpkitTable = (name, text) => tables.get(name).done(text);
+function table(name) { // of all views that share it, loaded once
+	if (!tables.has(name)) {
+		const tag = document.createElement("script"), told = {};
+		told.text = new Promise((done, failed) => { told.done = done; tag.onerror = failed; }).then(opened);
+		tables.set(name, told);
+		tag.src = `${base}views/${name}.js`; // a classic script: a page opened from a folder may not fetch
+		document.head.append(tag);
+	}
+	return tables.get(name).text;
+}
 async function enliven(box) {
-	const name = box.dataset.view, tag = document.createElement("script");
-	tag.src = `${base}views/${name}.js`; // a classic script: a page opened from a folder may not fetch
-	const text = await new Promise((done, failed) => { tables.set(name, done); tag.onerror = failed; document.head.append(tag); });
-	const model = standIn(await opened(text)), el = document.createElement("div");
+	const model = standIn(await table(box.dataset.view), +box.dataset.start), el = document.createElement("div");
 	for (const kind of ["keydown", "pointerdown"]) el.addEventListener(kind, (e) => model.key(kind === "keydown" && e.target.closest(".handle, [type=range]") != null), true);
 	model.start();
 	box.replaceChildren(el);

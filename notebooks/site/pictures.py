@@ -1,8 +1,9 @@
-"""A view -> its pictures, computed beforehand: one classic script for each view, from which page.js answers.
+"""Views -> their pictures, computed beforehand: one classic script for all views of a kind that a lesson shows, from
+which page.js answers.
 
 A picture is what the widget gets in Jupyter for one setting of all parameters (`mpkit.view.page.Page`). Computed are
 what the lesson's words ask to try, every control alone, what boxes, buttons and handles set, then pairs of controls.
-Parts that are equal are stored once. Work in the background, a training say, is done here, and its end is recorded.
+Parts that are equal are stored once. A training shows a recorded one: `python notebooks/site/pictures.py` records.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpkit.lessons.digits import Run
+from mpkit.lessons.start import live
 from mpkit.view import ahead
 from mpkit.view.controls import Choice
 from mpkit.view.page import Page
@@ -41,21 +46,22 @@ PLANS: dict[str, dict[str, Any]] = {  # what a lesson is about: pairs of control
 }
 LIVE = {"steps": 240}
 """What a recorded training has, whatever the lesson's has."""
+TRAININGS = Path(__file__).with_name("trainings.json")
 
 
 class Table:
-    """The pictures of a view that were computed, by their parameters."""
+    """The pictures of views by one maker that were computed, by their parameters."""
 
-    def __init__(self, view: View) -> None:
-        self.view, self.maker, self.plan = view, view.maker, PLANS.get(view.maker.__name__, {})
-        self.step = (view.sheet.step or {}).get("name")
+    def __init__(self, views: Sequence[View]) -> None:
+        self.views, self.maker, self.plan = views, views[0].maker, PLANS.get(views[0].maker.__name__, {})
+        self.step = next((view.sheet.step["name"] for view in views if view.sheet.step), None)
         self.names = [n for n in self.maker.controls if n != self.step]
         self.line = self._line() if {"drawn", "typed", "shown"} <= set(self.names) else None
         if self.line:  # what the reader will draw is not known here
             self.names = [n for n in self.names if n not in ("drawn", "typed")]
         self.nodes, self.where, self.work = list[dict[str, Any]](), dict[str, int](), list[tuple[int, str, int]]()
         self.refused = list[tuple[list[Any], str]]()
-        self.add(view)
+        self.starts = [self.add(view) for view in views]
 
     def add(self, view: View) -> int:
         """Keep the picture of a view; its number."""
@@ -109,41 +115,51 @@ class Table:
         changes = [ahead.change(mark, name, value, view.index) for value in some]
         return [sets | {n: view.params[n] | more for n, more in strokes.items()} for sets, strokes in changes]
 
-    def moved(self) -> list[str]:
+    def moved(self, view: View) -> list[str]:
         """Names of all that can be moved: controls, handles, boxes; but for the step, which the page moves alone."""
-        marks = [m for p in self.view.sheet.panels for m in p.marks if m.get("sets") or m["type"] == "handle"]
-        controls = [r["name"] for r in Page(self.view).controls if r["kind"] != "text"]
+        marks = [m for p in view.sheet.panels for m in p.marks if m.get("sets") or m["type"] == "handle"]
+        controls = [r["name"] for r in Page(view).controls if r["kind"] != "text"]
         return [n for n in dict.fromkeys([*controls, *(m["name"] for m in marks)]) if n != self.step]
 
     def fill(self, most: int) -> None:
-        """Compute pictures, what matters most first."""
+        """Compute pictures, what matters most first; views that are alike share the room for pairs."""
         if self.line:
             last = self.maker.controls["drawn"].steps - 1
-            self.go(self.view, {"shown": True, "drawn": {last: self.line["low"]}})
+            self.go(self.views[0], {"shown": True, "drawn": {last: float(self.views[0].numbers["guess"][-1])}})
             return
-        for given in [t["set"] for t in self.view.tries]:
-            self.go(self.view, given)
         for given in self.plan.get("work", ())[: max(1, most // 50)]:
             self._train(given)
-        for label in self.view.sheet.buttons:
-            at: View | None = self.view
+        for view in self.views:
+            self.alone(view, most)
+        for k, view in enumerate(self.views):
+            self.pairs(view, most, len(self.nodes) + max(0, most - len(self.nodes)) // (len(self.views) - k))
+
+    def alone(self, view: View, most: int) -> None:
+        """What the words ask to try, every button, every control."""
+        for given in [t["set"] for t in view.tries]:
+            self.go(view, given)
+        for label in view.sheet.buttons:
+            at: View | None = view
             for _ in range(min(20, most)):  # a button is pressed again and again
                 does = at.sheet.buttons.get(label) if at else None
                 at = self.go(at, does) if at and isinstance(does, Mapping) else None
-        moved = self.moved()
-        for name in moved:
-            for sets in self.places(self.view, name, min(ALONE, most)):
-                self.go(self.view, sets)
-        if math.prod(len(self.places(self.view, name, min(ALONE, most))) for name in moved) <= most:
-            return self.all(self.view, moved, most)
+        for name in self.moved(view):
+            for sets in self.places(view, name, min(ALONE, most)):
+                self.go(view, sets)
+
+    def pairs(self, view: View, most: int, end: int) -> None:
+        """Every combination, where there is room for all; else pairs of controls, until there are so many pictures."""
+        moved = self.moved(view)
+        if math.prod(len(self.places(view, name, min(ALONE, most))) for name in moved) <= most:
+            return self.all(view, moved, most)
         pairs = self.plan.get("pairs") or list(combinations(moved, 2))
         for k, (one, other) in enumerate(pairs):
-            room = max(0, most - len(self.nodes)) // (len(pairs) - k)
-            first = self.places(self.view, one, ROW) if room else []
+            room = max(0, end - len(self.nodes)) // (len(pairs) - k)
+            first = self.places(view, one, ROW) if room else []
             for sets in first:
-                at = self.go(self.view, sets)
+                at = self.go(view, sets)
                 for more in self.places(at, other, max(2, room // len(first))) if at else []:
-                    if len(self.nodes) < most:
+                    if len(self.nodes) < end:
                         self.go(at, more)
 
     def all(self, view: View, names: list[str], most: int) -> None:
@@ -154,13 +170,14 @@ class Table:
                 self.all(at, names[1:], most)
 
     def _train(self, given: Mapping[str, Any]) -> None:
-        """Do the work of the first button, with some parameters, and record its end."""
-        begun = self.go(self.view, given)
+        """The end of a recorded training, as the first button gives it with some parameters."""
+        begun = self.go(self.views[0], given)
         if begun:
             label = next(name for name, does in begun.sheet.buttons.items() if callable(does))
-            done = self.maker(**begun.params | LIVE)
-            done.press(label)
-            done.wait(600)
+            name = json.dumps(given)
+            if name not in recorded():
+                raise ValueError(f"no training is recorded with {name}; run python notebooks/site/pictures.py")
+            done = self.maker(**begun.params | LIVE | {"run": Run(**recorded()[name])})
             self.work.append((self.add(begun), label, self.add(done)))
 
     def _line(self) -> dict[str, Any]:
@@ -174,8 +191,35 @@ class Table:
         low = line([drawn.low] * count)
         each = [line([drawn.low] * k + [drawn.high] + [drawn.low] * (count - k - 1)) - low for k in range(count)]
         parts = [np.round(part / (drawn.high - drawn.low), 6).tolist() for part in each]
-        first = _refused(self.maker, shown=True)
-        return {"asked": asked, "first": first, "low": drawn.low, "high": drawn.high, "parts": parts}
+        first, truth = _refused(self.maker, shown=True), self.views[0].numbers["truth"]
+        right = self.maker(shown=True, drawn=dict(enumerate(truth.tolist(), drawn.steps - len(truth)))).numbers
+        judged = {"truth": truth.tolist(), "within": right["within"], "right": right["picture"]}
+        return {"asked": asked, "first": first, "low": drawn.low, "high": drawn.high, "parts": parts, **judged}
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    """The recorded trainings, by their settings: no machine computes the same digits as another."""
+    return json.loads(TRAININGS.read_text("utf-8"))
+
+
+def record() -> None:
+    """Train with all settings of the plans, and record what happened."""
+    runs = dict[str, Any]()
+    for given in PLANS["live"]["work"]:
+        done = live(**given, **LIVE)
+        done.press("Train")
+        done.wait(600)
+        runs[json.dumps(given)] = {k: short(v) for k, v in asdict(done.params["run"]).items()}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(run)}" for name, run in runs.items())
+    TRAININGS.write_text(f"{{\n{lines}\n}}\n", "utf-8")
+
+
+def short(value: Any) -> Any:
+    """Numbers with four digits; scales, which are powers of two, keep theirs."""
+    if isinstance(value, list):
+        return [short(v) for v in value]
+    return float(f"{value:.4g}") if isinstance(value, float) and math.frexp(value)[0] != 0.5 else value
 
 
 def _refused(maker: Any, **given: Any) -> str:
@@ -247,14 +291,25 @@ def packed(value: object) -> bytes:
     return zlib.compress(len(text).to_bytes(4, "big") + text + store, 9)
 
 
-def write(view: View, path: Path, most: int | None = None) -> dict[str, Any]:
-    """Compute the pictures of a view and write its script; how many they are, and what they weigh in kB."""
-    table, page = Table(view), Page(view)
-    table.fill(most or table.plan.get("most", MOST))
+def write(views: Sequence[View], path: Path, most: int | None = None) -> dict[str, Any]:
+    """Compute the pictures of views by one maker and write their script; how many they are, and what they weigh in kB.
+
+    Of 0 pictures there are those that the views open with.
+    """
+    table = Table(views)
+    if most != 0:
+        table.fill(most or table.plan.get("most", MOST))
+    starts = [
+        {"node": node, "controls": Page(v).controls, "tries": [[t["say"], t["set"]] for t in v.tries], "index": v.index}
+        for node, v in zip(table.starts, views)
+    ]
     data = packed({
-        "controls": page.controls, "tries": [[t["say"], t["set"]] for t in view.tries], "names": table.names,
-        "step": table.step, "index": view.index, "line": table.line, "work": table.work, "refused": table.refused,
-        "nodes": table.nodes,
+        "starts": starts, "names": table.names, "step": table.step, "line": table.line, "work": table.work,
+        "refused": table.refused, "nodes": table.nodes,
     })  # fmt: skip
     path.write_text(f'mpkitTable("{path.stem}","{base64.b64encode(data).decode()}")', "ascii")
     return {"pictures": len(table.nodes), "kB": len(data) // 1000}
+
+
+if __name__ == "__main__":
+    record()

@@ -41,7 +41,7 @@ import pictures  # noqa: E402  (the folder of this file)
 import mpkit  # noqa: E402
 from mpkit.view.commit import told  # noqa: E402
 from mpkit.view.sheet import ROLES  # noqa: E402
-from mpkit.view.views import Maker  # noqa: E402
+from mpkit.view.views import Maker, View  # noqa: E402
 from mpkit.view.words import words  # noqa: E402
 
 VIEW = ROOT / "mpkit" / "view"
@@ -131,7 +131,7 @@ def calls(tree: ast.Module) -> list[ast.Call]:
 def page(path: Path, views: Path, most: int | None = None) -> tuple[Any, list[dict[str, Any]]]:
     """(the notebook as Sphinx reads it, what its views weigh); the tables of the views go into a folder."""
     lesson, notebook = path.relative_to(ROOT).as_posix(), nbformat.read(path, 4)
-    names, weights = dict[str, Any](), list[dict[str, Any]]()
+    names, shown = dict[str, Any](), dict[str, list[View]]()
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = linked(cell.source, path)
@@ -145,10 +145,11 @@ def page(path: Path, views: Path, most: int | None = None) -> tuple[Any, list[di
             value = lambda call=call: eval(compile(ast.Expression(call), lesson, "eval"), names)  # noqa: E731
             given = [ast.literal_eval(a) for a in call.args[:2]] if name in ("quiz.predict", "quiz.answer") else []
             if isinstance(maker, Maker):
-                weights.append({"view": f"{path.stem}-{len(weights) + 1}"})
+                alike = shown.setdefault(f"{path.stem}-{maker.__name__}", [])
                 still = next(o.data["text/html"] for o in cell.outputs if "text/html" in o.get("data", {}))
-                weights[-1] |= pictures.write(value(), views / f"{weights[-1]['view']}.js", most)
-                made.append(f'<div class="mpk-view" data-view="{weights[-1]["view"]}">{still}</div>')
+                which = f'data-view="{path.stem}-{maker.__name__}" data-start="{len(alike)}"'
+                alike.append(value())
+                made.append(f'<div class="mpk-view" {which}>{still}</div>')
             elif name == "quiz.predict":
                 made.append(predict(*given))
             elif name == "quiz.answer":
@@ -164,7 +165,9 @@ def page(path: Path, views: Path, most: int | None = None) -> tuple[Any, list[di
     head, _, rest = notebook.cells[0].source.partition("\n")
     opens = f"Pictures move and questions answer here; to run and change the code, open the lesson in {hosts}."
     notebook.cells[0].source = f"{head}\n\n{opens}\n{rest}"
-    return notebook, weights
+    return notebook, [
+        {"view": view} | pictures.write(alike, views / f"{view}.js", most) for view, alike in shown.items()
+    ]
 
 
 def linked(text: str, path: Path) -> str:
@@ -251,6 +254,7 @@ UNNAMED = {  # what a screen reader misses in the generators' pages
     r'(class="caption" role="heading")': r'\1 aria-level="2"',
     r'<aside class="sidebar-drawer"': r'\g<0> aria-label="All pages"',
     r'<aside class="toc-drawer[^"]*"': r'\g<0> aria-label="On this page"',
+    r'(?s)(<a href="#" class="back-to-top.*?</a>)': r'<nav aria-label="Back to top">\1</nav>',
     r'<a class="headerlink" href="#([^"]+)">(?=</a>)': r'<a class="headerlink" href="#\1" aria-label="Link to \1">',
 }
 
@@ -265,16 +269,20 @@ def named(to: Path) -> None:
 
 
 def build(to: Path, most: int | None = None, only: list[str] | None = None) -> list[dict[str, Any]]:
-    """Write the site into an empty folder; what each view weighs."""
+    """Write the site into an empty folder; what the views of each kind weigh.
+
+    With `only`, views of the lessons whose names begin so can be moved; the others have the picture they open with.
+    """
     if to.exists() and any(to.iterdir()) and not (to / "searchindex.js").exists():
         raise FileExistsError(f"{to} is there and no site of ours; name another folder, or an empty one")
     shutil.rmtree(to, ignore_errors=True)
-    chosen = [path for path in lessons() if not only or any(path.stem.startswith(o) for o in only)]
+    chosen = lessons()
+    each = [most if not only or path.stem.startswith(tuple(only)) else 0 for path in chosen]
     with tempfile.TemporaryDirectory() as made:
         source = Path(made) / "source"
         (source / "_static" / "views").mkdir(parents=True)
         with ProcessPoolExecutor(2) as pool:
-            pages = list(pool.map(page, chosen, repeat(source / "_static" / "views"), repeat(most)))
+            pages = list(pool.map(page, chosen, repeat(source / "_static" / "views"), each))
         for path, (notebook, _) in zip(chosen, pages):
             place = source / path.relative_to(ROOT / UNDER)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -300,9 +308,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--most", type=int, help="about so many pictures of each view")
+    parser.add_argument("--only", nargs="*", metavar="LESSON", help="views of these can be moved, 04 say")
     options = parser.parse_args()
     try:
-        weights = build(options.folder, options.most)
+        weights = build(options.folder, options.most, options.only)
     except (FileExistsError, ValueError) as error:
         sys.exit(f"mpkit: {error}")
     for weight in weights:
