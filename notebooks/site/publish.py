@@ -252,6 +252,7 @@ def reference(to: Path) -> None:
 
 UNNAMED = {  # what a screen reader misses in the generators' pages
     r'(class="caption" role="heading")': r'\1 aria-level="2"',
+    r'<div id="search-results">': r"<h1>Search</h1>\g<0>",
     r'<aside class="sidebar-drawer"': r'\g<0> aria-label="All pages"',
     r'<aside class="toc-drawer[^"]*"': r'\g<0> aria-label="On this page"',
     r'(?s)(<a href="#" class="back-to-top.*?</a>)': r'<nav aria-label="Back to top">\1</nav>',
@@ -259,12 +260,17 @@ UNNAMED = {  # what a screen reader misses in the generators' pages
 }
 
 
+CHECKED = r"(?:typing\.)?Annotated\[((?:[^\[\]]|\[[^\]]*\])*?), (?:functools\.partial\()?&lt;function [^\]]*\]"
+"""A type with the function that checks it: the reader of the reference needs the type, and its address differs."""
+
+
 def named(to: Path) -> None:
-    """Give names to what has none."""
-    for path in to.rglob("*.html"):
+    """Give names to what has none, and leave out addresses."""
+    for path in [*to.rglob("*.html"), to / "reference" / "search.js"]:
         text = path.read_text("utf-8")
         for found, better in UNNAMED.items():
-            text = re.sub(found, better, text)
+            text = re.sub(found, better, text) if path.suffix == ".html" else text
+        text = re.sub(r" at 0x[0-9a-f]+", "", re.sub(CHECKED, r"\1", text))
         path.write_text(text, "utf-8")
 
 
