@@ -237,6 +237,10 @@ def sphinx(source: Path, to: Path) -> None:
     (to / ".buildinfo").unlink()
 
 
+CHECKED = re.compile(r"(?:typing\.)?Annotated\[((?:[^\[\]]|\[[^\]]*\])*?), (?:functools\.partial\()?<function [^\]]*\]")
+"""A type with the function that checks it: who reads the reference needs the type; the function tells an address."""
+
+
 def reference(to: Path) -> None:
     """The reference of the library, its lazy names brought in first."""
     import pdoc
@@ -246,6 +250,8 @@ def reference(to: Path) -> None:
     every = [m.name for m in pkgutil.iter_modules(mpkit.__path__) if not m.name.startswith("_") and m.name not in MORE]
     public = [f"mpkit.{name}" for name in every if hasattr(importlib.import_module(f"mpkit.{name}"), "__all__")]
     pdoc.render.configure(docformat="google", show_source=False, footer_text="mpkit", template_directory=HERE / "pdoc")
+    told = pdoc.doc.formatannotation
+    pdoc.doc.formatannotation = lambda value: CHECKED.sub(r"\1", told(value))
     with warnings.catch_warnings(action="ignore"):  # it does not know names of annotations that tuples take over
         pdoc.pdoc("mpkit", *public, output_directory=to)
 
@@ -260,17 +266,12 @@ UNNAMED = {  # what a screen reader misses in the generators' pages
 }
 
 
-CHECKED = r"(?:typing\.)?Annotated\[((?:[^\[\]]|\[[^\]]*\])*?), (?:functools\.partial\()?&lt;function [^\]]*\]"
-"""A type with the function that checks it: the reader of the reference needs the type, and its address differs."""
-
-
 def named(to: Path) -> None:
-    """Give names to what has none, and leave out addresses."""
-    for path in [*to.rglob("*.html"), to / "reference" / "search.js"]:
+    """Give names to what has none."""
+    for path in to.rglob("*.html"):
         text = path.read_text("utf-8")
         for found, better in UNNAMED.items():
-            text = re.sub(found, better, text) if path.suffix == ".html" else text
-        text = re.sub(r" at 0x[0-9a-f]+", "", re.sub(CHECKED, r"\1", text))
+            text = re.sub(found, better, text)
         path.write_text(text, "utf-8")
 
 
