@@ -124,6 +124,7 @@ def dynamics(
     policy = ScalePolicy.by_factor(2.0**start, factor, span, 2.0**floor, name="dynamic", backoff_divisor=divisor)
     scale, finite, reasons = stepped(policy, ceiling, {k: 2.0**v for k, v in puts.items()})
     zeros = zero_share(trace, scale[:, None], fmt)[:, 0]
+    plain = trace.gradients.zeros.sum(axis=1) / trace.gradients.size.sum()  # in float32 already: ReLUs
     see.idle = {*(("factor", "apart", "down", "window", "floor") if hold else ()), *(() if apart else ("down",))}
     if drawn or puts:
         see.buttons["Undo drawing"] = {"drawn": {}, "puts": {}}
@@ -137,13 +138,18 @@ def dynamics(
     used, top = exponents(scale, low, high), exponents(ceiling, low, high)
     good = since_change(scale, finite, span, [*puts])
     layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)]
-    main = _main(see, used, top, (low, high), good / max(1, min(span, count)), finite, reasons, zeros, layers)
+    main = _main(see, used, top, (low, high), good / max(1, min(span, count)), finite, reasons, (zeros, plain), layers)
     if ceiling[-1] < 0:
         first = np.flatnonzero(ceiling > 0)[-1] + 1
         main.given["title"] = f"from step {first} on no scale helps: the loss is not finite"
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     if not hold:
-        look: dict[str, Any] = {"slope": -1, "cross": low + 0.8, "stem": True, "note": f"window {window}"}
+        look: dict[str, Any] = {
+            "slope": -1,
+            "cross": low + 0.12 * (high - low),
+            "stem": True,
+            "note": f"window {window}",
+        }
         main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **look)
         sides = [("factor", factor, "scale_factor", 1, "×"), ("down", down, "factor down", -1, "÷")]
         for name, by, label, slope, sign in sides[: 1 + apart]:
@@ -161,7 +167,8 @@ def dynamics(
     told: dict[str, Any] = {"decided": [f"{r}{'' if ok else after}" for r, ok in zip(reasons, finite)]}
     if ceiling.min() > 0:
         bound, told["top"] = "the ceiling {top:2^}, the headroom {headroom:.1f} bits", np.log2(ceiling)
-        told["empty"], share = tenths(zeros), "{empty} % of this step's gradient values are zero"
+        told["empty"], told["plain"] = tenths(zeros), tenths(plain)
+        share = "{empty} % of this step's gradient values are zero, and {plain} % in float32 too"
     else:
         bound, share = "{top}", "{empty} of this step's gradient values are zero"
         told["top"] = np.where(ceiling > 0, "below the ceiling", "and no scale helps: the loss is not finite")
@@ -181,8 +188,8 @@ def dynamics(
 
 
 def _main(
-    see: Sheet, used: np.ndarray, top: Any, ends: Any, ring: np.ndarray, finite: Any, reasons: Any, zeros: Any,
-    layers: np.ndarray,
+    see: Sheet, used: np.ndarray, top: Any, ends: Any, ring: np.ndarray, finite: Any, reasons: Any,
+    zeros: tuple[Any, Any], layers: np.ndarray,
 ) -> Panel:  # fmt: skip
     """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
     low, high = ends
@@ -192,15 +199,16 @@ def _main(
     main.band(top, high, label="here it would overflow")
     main.add("pen", y=top, color="overflow", name="drawn", lo=low, hi=high, label="ceiling", width=1.6)
     main.line(used, step="mid", width=2.6, show="upto", label="loss scale", ghost=True)
-    main.crosses(used, skips, "skipped step", since=skips, size=4.5, show="upto")
+    main.crosses(used, skips, "skipped step", "ink", since=skips, size=4.5, show="upto")
     ball: dict[str, Any] = {"color": ["overflow", "own"], "hue": finite.astype(np.uint8), "size": 7, "glide": True}
     main.points(used, ring=ring, show="at", **ball)
     for label, words in (("decision", reasons), ("largest gradient", layers)):
         codes, of = np.unique(words.astype(str), return_inverse=True)
         main.add("notes", label=label, told=codes.tolist(), codes=of.astype(np.uint8))
     totals, words = [np.cumsum(~finite), np.arange(1, len(used) + 1)], "skipped {} of {} steps"
-    if not np.isnan(zeros).any():  # a step whose loss is not finite has no gradients to count
-        totals, words = [*totals, tenths(zeros)], words + ";  {} % of this step's gradients are zero"
+    if not np.isnan(zeros[0]).any():  # a step whose loss is not finite has no gradients to count
+        totals += [*map(tenths, zeros)]
+        words += ";  {} % of the gradients are zero, {} % in float32 too"
     main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
     return main
 
@@ -213,7 +221,7 @@ def _whole(see: Sheet, used: np.ndarray, top: Any, finite: np.ndarray, ends: Any
     whole.band(top, high, quiet=True)
     whole.line(top, color="overflow", width=1)
     whole.line(used, step="mid", width=1.6)
-    whole.crosses(used, np.flatnonzero(~finite), size=2.5, width=1.4)
+    whole.crosses(used, np.flatnonzero(~finite), color="ink", size=2.5, width=1.4)
     whole.handle("x", "step", min(step, len(used) - 1), 0, len(used) - 1, "step")
     whole.handle("y", "start", start, 0, 32, "start, 2 to the", cross=0.015 * len(used), note="start")
 
@@ -286,7 +294,7 @@ def sweep(see: Sheet, run="gpt_sums", start=16, figure="lost") -> None:
     see.say(
         f"{capital(RUNS[run])}, started at 2^{start}. From {{low}} to {{high}} {told}, by factor and window. The least "
         f"training signal is lost with {pairs}: {least} %.",
-        low=float(f"{grid.min():.4g}"), high=float(f"{grid.max():.4g}"), **dict[str, Any](grids),
+        low=round(float(grid.min()), 1), high=round(float(grid.max()), 1), **dict[str, Any](grids),
     )  # fmt: skip
 
 
@@ -309,11 +317,12 @@ def draw(see: Sheet, typed="", drawn={}, shown=False) -> None:
     see.grid(380, 900)
     panel = see.panel(x=linear("step", -1, STEPS, 10), y=log2("loss scale", *ENDS))
     panel.band(np.clip(top, *ENDS), ENDS[1], label="here it would overflow")
+    panel.line(np.clip(top, *ENDS), color="overflow", width=1.6, label="ceiling")
     panel.rule("x", FIRST - 0.5, "muted", dash=":")
     told = prediction(see, panel, "dynamic_scale.draw", truth, picture_of, first=FIRST, ends=ENDS, start=17, points=6,
                       within=0.5, typed=typed, drawn=drawn, shown=shown, stairs=True)  # fmt: skip
     panel.line(truth[:told], color="reference", step="mid", width=2.6, label="loss scale")
-    panel.crosses(truth, np.flatnonzero(~finite[:told]), "skipped step")
+    panel.crosses(truth, np.flatnonzero(~finite[:told]), "skipped step", "ink")
 
 
 def picture_of(guess: np.ndarray) -> str:

@@ -113,7 +113,7 @@ def live(
         earlier = f" Before: {told(before)}." if before else ""
         return see.say(f"{settings} {told(run)}.{earlier}", **numbers)
     grown = int((np.diff(plan) > 0).sum())
-    other = "" if before else " Grey: another training of this network, with momentum."
+    other = "" if before else " Grey: another training of this network, recorded with momentum and window 50."
     see.say(
         f"{settings} Without an overflow the scale would be multiplied {counted(grown, 'time')} in {WIDE} steps. Press "
         f"Train; what you move then acts on the running training.{other}",
