@@ -81,7 +81,7 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     found = moment_at(step)
     shares = found["counts"] / found["counts"].sum(1, keepdims=True)
     zero, over = found["zero"][scale], found["overflow"][scale]
-    see.grid(430, 900)
+    see.grid(430, 900, least=560)
     title = "the gradients of seven layers, times the loss scale; height: share of the layer"
     panel = see.panel(title=title, x=log2("magnitude", FIRST, LAST, 8),
                       y=names(LAYERS, down=True), pad=[28, 150, 44, 110])  # fmt: skip

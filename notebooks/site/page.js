@@ -31,6 +31,7 @@ function standIn({ starts, names, step, line, work, refused, states, node }, sta
 	const tell = (name) => heard.get(name)?.forEach((f) => f());
 	function show() {
 		const { spec, idle, buttons, rows } = node(now), drew = shown !== now;
+		if (spec.index) traits.index = Math.min(traits.index, spec.index.count - 1); // a run may be shorter than the one before
 		traits.spec = drew || pen.size ? judged(withPen(spec)) : traits.spec;
 		traits.state = { values: { ...params(), ...(line && { typed: line.text ?? "" }) }, idle, buttons: [...Object.keys(buttons), "Reset"], busy: false, progress: 0, tokens: {} };
 		traits.rows = table ? rows : [];
