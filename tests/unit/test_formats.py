@@ -271,7 +271,7 @@ def test_unknown_names_and_widths_are_refused(name):
         (lambda: FP16.decode(torch.tensor([True])), TypeError, "got torch.bool"),
         (lambda: FP16.encode("1"), TypeError, "encode takes a number or a tensor, got str"),
         (lambda: FP16.fields(1.5), TypeError, "integer"),
-        (lambda: FP16.decode(torch.tensor([-1], dtype=torch.int16)), ValueError, "mask a signed view with & 0xffff"),
+        (lambda: FP16.decode(torch.tensor([-1], dtype=torch.int16)), ValueError, "mask them with & 0xffff"),
         (lambda: FP16.decode(torch.tensor([65536])), ValueError, "are 0 to 0xffff"),
         (lambda: FP16.encode(torch.tensor([1.0]).half()), TypeError, r"call x\.float"),
         (lambda: FP16.encode(torch.tensor([1.0, 0.1])), ValueError, "not a value of fp16; call round_to"),

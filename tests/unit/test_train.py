@@ -98,7 +98,7 @@ NEEDS = {  # what a framework's own class has no default for
 @pytest.mark.parametrize("scaler", ["dynamic", *(f for f in FRAMEWORKS if f != "fairscale_layerwise")])
 def test_every_framework_scales_by_its_name(scaler):
     if scaler in NEEDS:
-        with pytest.raises(TypeError, match="missing a required argument"):
+        with pytest.raises(TypeError, match=" needs "):
             tiny(scaler=scaler)
         scaler = {"framework": scaler, **NEEDS[scaler]}
     got = tiny(scaler=scaler)
