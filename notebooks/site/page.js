@@ -32,11 +32,12 @@ function standIn({ starts, names, step, line, work, refused, states, node }, sta
 	function show() {
 		const { spec, idle, buttons, rows } = node(now), drew = shown !== now;
 		if (spec.index) traits.index = Math.min(traits.index, spec.index.count - 1); // a run may be shorter than the one before
+		const drawn = drew || pen.size ? ["spec"] : [], beyond = traits.index >= traits.spec?.index?.count; // or longer: its picture comes first then
 		traits.spec = drew || pen.size ? judged(withPen(spec)) : traits.spec;
 		traits.state = { values: { ...params(), ...(line && { typed: line.text ?? "" }) }, idle, buttons: [...Object.keys(buttons), "Reset"], busy: false, progress: 0, tokens: {} };
 		traits.rows = table ? rows : [];
 		shown = now;
-		for (const name of ["index", ...(drew || pen.size ? ["spec"] : []), "state", "message", "rows"]) tell("change:" + name);
+		for (const name of [...(beyond ? [...drawn, "index"] : ["index", ...drawn]), "state", "message", "rows"]) tell("change:" + name);
 	}
 	const withPen = (spec) => (!pen.size ? spec : { ...spec, panels: spec.panels.map((p) => ({ ...p, marks: p.marks.map((m) => {
 		if (m.type !== "pen" && m.label !== "your line") return m; // the reader's line stays, also beside what happened

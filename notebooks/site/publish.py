@@ -263,6 +263,7 @@ UNNAMED = {  # what a screen reader misses in the generators' pages
     r'<aside class="toc-drawer[^"]*"': r'\g<0> aria-label="On this page"',
     r'(?s)(<a href="#" class="back-to-top.*?</a>)': r'<nav aria-label="Back to top">\1</nav>',
     r'<a class="headerlink" href="#([^"]+)">(?=</a>)': r'<a class="headerlink" href="#\1" aria-label="Link to \1">',
+    r'<h6( id="[^"]*">.*?)</h6>': r'<h2 class="part"\1</h2>',
 }
 
 
