@@ -19,7 +19,6 @@ import dis
 import math
 from collections.abc import Callable, Mapping
 from html import escape
-from numbers import Real
 from typing import Any
 
 from mpkit.view.answers import alone, aside, has_float32, number, plain, read, same
@@ -160,40 +159,6 @@ def _shown(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_shown, value)) + "]"
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
-
-
-heard: list[Callable[[str, float, float, float], None]] = []
-"""Called with (sentence, value, above, below) of every claim: how `tests/tools/other_machines.py` measures margins."""
-
-
-def claim(sentence: str, value: Any, *, above: float = -math.inf, below: float = math.inf) -> None:
-    """Print `sentence` if `value` (a number or a tensor of one) lies strictly between the bounds.
-
-    Raises:  AssertionError with the sentence, the value and the bound if it does not; NaN lies between no bounds.
-             TypeError if no bound is given.
-
-    >>> claim("half of it is left", 0.48, above=0.4, below=0.6)
-    half of it is left
-    >>> claim("half of it is left", 0.7, above=0.4, below=0.6)
-    Traceback (most recent call last):
-    AssertionError: "half of it is left" does not hold here: 0.7 is not below 0.6
-    """
-    for name, bound in (("above", above), ("below", below)):
-        if not isinstance(bound, Real) or math.isnan(bound):
-            raise (ValueError if isinstance(bound, Real) else TypeError)(f"{name} must be a number, got {bound!r}")
-    if above == -math.inf and below == math.inf:
-        raise TypeError("a claim needs a bound: above=, below= or both")
-    try:
-        found = float(value)
-    except (OverflowError, RuntimeError) as error:
-        raise ValueError(f"a claim needs one number that fits a float, got {value!r:.60}") from error
-    for listener in heard:
-        listener(sentence, found, above, below)
-    if not above < found:
-        raise AssertionError(f'"{sentence}" does not hold here: {found:g} is not above {above:g}')
-    if not found < below:
-        raise AssertionError(f'"{sentence}" does not hold here: {found:g} is not below {below:g}')
-    print(sentence)
 
 
 def on_screen(figures: object) -> Any:

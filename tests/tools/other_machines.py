@@ -16,7 +16,6 @@ import argparse
 import difflib
 import importlib
 import json
-import math
 import os
 import platform
 import shutil
@@ -25,7 +24,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
@@ -49,7 +47,6 @@ IMPORTED = (
     *("torch", "torch._dynamo", "numpy", "pandas", "matplotlib.figure", "ipywidgets", "anywidget", "execute"),
     "IPython.core.interactiveshell",
 )
-MARGIN = 3.0  # distance to the bound of a claim, in spreads over the seeds
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
@@ -130,11 +127,11 @@ def serve(package: str) -> None:
         with os.fdopen(end) as found:
             text = found.read()
         os.waitpid(child, 0)
-        print(text or json.dumps({"differ": [{"cell": "process ended"}], "claims": [], "seconds": 0.0}), flush=True)
+        print(text or json.dumps({"differ": [{"cell": "process ended"}], "seconds": 0.0}), flush=True)
 
 
 def run_here(notebook: str, seed: int | None = None, package: str = "", first: bool = False) -> dict[str, Any]:
-    """Run a notebook in this process: which cells differ from what is stored, its claims, its seconds.
+    """Run a notebook in this process: which cells differ from what is stored, and its seconds.
 
     With the mpkit of the folder `package`, where that is named; to the `first` difference only, where that is asked.
     """
@@ -149,14 +146,10 @@ def run_here(notebook: str, seed: int | None = None, package: str = "", first: b
     from nbformat.v4 import new_code_cell, new_notebook, new_output
 
     start = time.perf_counter()
-    from mpkit.view import quiz
-
     if seed is not None:
         install(seed, TIMES)
     os.chdir(Path(notebook).parent)
     pd.set_option("display.max_columns", 20)  # as in a notebook, not as in a terminal
-    claims: list[list[Any]] = []
-    quiz.heard.append(lambda *claim: claims.append(list(claim)))
     shell = InteractiveShell.instance()
     shell.display_pub = published = CapturingDisplayPublisher()
     shell.display_trap.hook = CapturingDisplayHook(shell, published.outputs)
@@ -176,7 +169,7 @@ def run_here(notebook: str, seed: int | None = None, package: str = "", first: b
             differ.append({"cell": number, "stored": stored, "fresh": fresh})
             if first:
                 break
-    return {"differ": differ, "claims": claims, "seconds": round(time.perf_counter() - start, 1)}
+    return {"differ": differ, "seconds": round(time.perf_counter() - start, 1)}
 
 
 # outside
@@ -264,26 +257,6 @@ def failed_tests(variant: Variant, jobs: int, paths: Sequence[str] = ("tests", "
     return found if found or done.returncode == 0 else [f"pytest ended with {done.returncode}: {done.stdout[-500:]}"]
 
 
-def margin(values: Sequence[float], above: float, below: float) -> float:
-    """The distance of the nearest value to its bound, in units of the spread of the values; inf without a spread."""
-    spread = max(values) - min(values)
-    distance = min(min(values) - above, below - max(values))
-    return distance / spread if spread else math.inf
-
-
-def print_margins(claims: dict[tuple[str, str], list[tuple[float, float, float]]]) -> int:
-    """The claims whose margin is below `MARGIN`, and the smallest of all; how many there are."""
-    found = {}
-    for where, heard in claims.items():
-        values, above, below = zip(*heard)
-        found[where] = margin(values, max(above), min(below)), min(values), max(values), max(above), min(below)
-    for (path, sentence), (room, low, high, above, below) in sorted(found.items(), key=lambda item: item[1][0]):
-        sign = "TOO SMALL" if room < MARGIN else "ok"
-        bounds = f"[{low:.4g} to {high:.4g}, above {above:g}, below {below:g}]"
-        print(f"margin {room:8.1f}  {sign:9}  {path}: {sentence}  {bounds}")
-    return sum(room < MARGIN for room, *_ in found.values())
-
-
 def table(cells: dict[tuple[str, str], str], names: Sequence[str], columns: Sequence[str], earlier: str = "") -> str:
     """Markdown: a row per variant, a column per notebook, the cells that differ or 0; tests: how many fail.
 
@@ -335,7 +308,6 @@ def main() -> int:
     parser.add_argument("--tests", action="store_true", help="and the unit and golden tests on every variant")
     parser.add_argument("--no-notebooks", action="store_true", help="the tests alone")
     parser.add_argument("--table", type=Path, help="write the table variant x notebook to this file, as Markdown")
-    parser.add_argument("--margins", action="store_true", help="and every claim's distance to its bound, in spreads")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     if missing := [str(path) for path in options.notebooks if not path.is_file()]:
@@ -343,7 +315,6 @@ def main() -> int:
     todo = [variant for family, some in variants(options.seeds).items() if family in options.only for variant in some]
     notebooks = [] if options.no_notebooks else [path.resolve() for path in options.notebooks] or NOTEBOOKS
     start, differences = time.perf_counter(), 0
-    claims: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     cells: dict[tuple[str, str], str] = {}
     columns = [*(path.stem for path in NOTEBOOKS), "tests"]
     earlier = options.table.read_text() if options.table and options.table.exists() else ""
@@ -357,8 +328,6 @@ def main() -> int:
         print(f"{done}/{whole} {variant.name}: {path.stem}, {result['seconds']} s", file=sys.stderr, flush=True)
         cells[variant.name, path.stem] = " ".join(f"c{cell['cell']}" for cell in result["differ"]) or "0"
         write_table()
-        for sentence, *numbers in result["claims"]:
-            claims[path.stem, sentence].append(tuple(numbers))
         for cell in result["differ"]:
             differences += 1
             print(f"{variant.name}: {path.stem} cell {cell['cell']}")
@@ -370,10 +339,8 @@ def main() -> int:
         write_table()
         differences += len(failed)
         print(*(f"{variant.name}: {test}" for test in failed), sep="\n", end="\n" * bool(failed), flush=True)
-    small = print_margins(claims) if options.margins else 0
-    near = f", {small} claims too near to their bound" * options.margins
-    print(f"{differences} differences{near}, {len(todo)} variants, {time.perf_counter() - start:.0f} s")
-    return int(differences + small > 0)
+    print(f"{differences} differences, {len(todo)} variants, {time.perf_counter() - start:.0f} s")
+    return int(differences > 0)
 
 
 if __name__ == "__main__":

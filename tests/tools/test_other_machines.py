@@ -76,7 +76,6 @@ CELLS = {  # source, what is stored, whether it must be named
     "another number": ("print(6 * 7)", "41\n", True),
     "an error": ("1 / 0", "", True),
     "a result": ("6 * 7", None, False),
-    "a claim": ("from mpkit.view import quiz\nquiz.claim('it is small', 0.1, below=0.5)", "it is small\n", False),
 }
 
 
@@ -92,7 +91,6 @@ def test_a_notebook_is_run_in_a_fork_and_a_different_cell_is_named(tmp_path):
     ((variant, _, result),) = other_machines.results(todo, [path], jobs=1)
     assert variant.seed == 5
     assert [cell["cell"] for cell in result["differ"]] == [i for i, (*_, named) in enumerate(CELLS.values()) if named]
-    assert [claim[:2] for claim in result["claims"]] == [["it is small", 0.1]]
 
 
 @pytest.mark.parametrize("early", [False, True])  # ended when it is asked
@@ -108,35 +106,3 @@ def test_a_variant_that_cannot_run_is_not_told_as_one_without_differences(early,
     monkeypatch.setattr(other_machines, "started", started)
     with pytest.raises(RuntimeError, match="ended before it answered"):
         list(other_machines.results([other_machines.Variant("none", {"PYTHONHOME": "nowhere"})], [ROOT] * 3, 2))
-
-
-def test_a_margin_is_three_times_the_spread():
-    values = [0.50, 0.52, 0.51]
-    assert other_machines.margin(values, 0.4, 1.0) == pytest.approx(0.10 / 0.02)
-    assert other_machines.margin([3.0, 3.0], 2.0, float("inf")) == float("inf")
-
-
-def test_tests_that_fail_on_a_variant_are_named(tmp_path):
-    path = tmp_path / "test_small.py"
-    path.write_text(
-        "import torch\n"
-        "def test_threads(): assert torch.get_num_threads() == 1\n"
-        "def test_right(): assert float(torch.full((1, 1), 3.0) * torch.full((1, 1), 7.0)) == 21.0\n"
-        "def test_wrong(): assert float(torch.full((1, 1), 3.0) @ torch.full((1, 1), 7.0)) == 21.0\n"
-    )
-    (line,) = other_machines.failed_tests(other_machines.Variant("seed 5", seed=5), 0, [str(path)])
-    assert "test_small.py::test_wrong" in line
-
-
-def test_a_table_keeps_the_rows_of_variants_that_are_not_run_now():
-    first = other_machines.table(
-        {("seed 1", "00_a"): "c3", ("2 threads", "00_a"): "0"}, ["seed 1", "2 threads"], ["00_a"]
-    )
-    assert first.splitlines()[-2:] == ["| seed 1 | c3 |", "| 2 threads | 0 |"]
-    again = other_machines.table({("seed 1", "00_a"): "0"}, ["seed 1"], ["00_a"], first)
-    assert again.splitlines()[-4:] == ["| variant | 00 |", "| --- | --- |", "| seed 1 | 0 |", "| 2 threads | 0 |"]
-    wider = other_machines.table({("seed 1", "tests"): "2"}, ["seed 1"], ["01_b", "00_a", "tests"], first)
-    assert wider.splitlines()[-2:] == ["| seed 1 |  | c3 | 2 |", "| 2 threads |  | 0 |  |"]
-    again = other_machines.table({("seed 2", "00_a"): "c1"}, ["seed 2"], ["01_b", "00_a", "tests"], wider)
-    assert again.splitlines()[-3:] == [*wider.splitlines()[-2:], "| seed 2 |  | c1 |  |"]
-    assert "c3" not in other_machines.table({}, [], ["01_b"], wider)  # a notebook that is gone
