@@ -161,7 +161,8 @@ const DRAW = {
 		return m.show ? draw : void draw(0);
 	},
 	bars(g, p, m) {
-		const paths = new Map(), half = (m.width ?? 0.8) / 2;
+		const roles = m.zones?.map(([, role]) => role) ?? [m.fill].flat(), half = (m.width ?? 0.8) / 2;
+		const paths = new Map([...new Set(roles)].map((role) => [role, [path(g, { fill: role, color: m.edge ?? "muted", width: 1 }, "box"), ...(m.hatch ? [svg(g, "path", { fill: `url(#${p.ids}h)` })] : [])]]));
 		return (i) => {
 			const row = shownRow(m, i), shift = at(m.shift ?? 0, i), d = new Map();
 			for (let k = 0; k < m.count; k++) {
@@ -170,10 +171,7 @@ const DRAW = {
 				const role = m.zones ? m.zones.find(([upto]) => upto == null || a < upto)[1] : at(m.fill, k);
 				d.set(role, (d.get(role) ?? "") + (m.axis === "y" ? rectangle(p, 0, a - half, v, a + half) : rectangle(p, a - half, 0, a + half, v)));
 			}
-			for (const role of new Set([...d.keys(), ...paths.keys()])) {
-				if (!paths.has(role)) paths.set(role, [path(g, { fill: role, color: m.edge ?? "muted", width: 1 }, "box"), ...(m.hatch ? [svg(g, "path", { fill: `url(#${p.ids}h)` })] : [])]);
-				for (const node of paths.get(role)) set(node, { d: d.get(role) ?? "" });
-			}
+			for (const [role, nodes] of paths) for (const node of nodes) set(node, { d: d.get(role) ?? "" });
 		};
 	},
 	rule(g, p, m) {

@@ -96,7 +96,7 @@ SESSION = "window.jupyterapp.shell.currentWidget.sessionContext"
 GOES = {  # how a kernel goes
     "restarted": f"() => {SESSION}.session.kernel.restart()",
     "ended": f"() => {SESSION}.shutdown()",
-    "killed": f"() => {SESSION}.session.kernel.requestExecute({{code: 'import os; os.kill(os.getpid(), 9)'}})",
+    "killed": f"() => {SESSION}.session.kernel.requestExecute({{code: 'import os; os.kill(os.getpid(), 9)'}}).done",
 }
 
 
@@ -108,8 +108,10 @@ def test_a_view_whose_kernel_has_gone_says_so_and_still_plays(lab, context, how)
         opened.run_all()
         page = opened.page
         killed = how == "killed"
-        page.evaluate(f"() => {{ ({GOES[how]})(); }}" if killed else GOES[how])  # a killed kernel answers nothing
-        if killed:  # the server starts another one, and the page says so
+        page.evaluate(f"() => {{ window.__went = false; ({GOES[how]})().finally(() => {{ window.__went = true; }}); }}")
+        if not killed:  # such a kernel answers nothing
+            page.wait_for_function("() => window.__went", timeout=PATIENCE)
+        else:  # the server starts another one, and the page says so
             page.locator(".jp-Dialog button.jp-mod-accept").click(timeout=PATIENCE)
         handle, said = page.locator("[data-name=window]"), page.locator(".mpk [role=status] b")
         if how == "ended":  # a page hears nothing of it until it asks
@@ -122,7 +124,6 @@ def test_a_view_whose_kernel_has_gone_says_so_and_still_plays(lab, context, how)
         handle.press("ArrowLeft")
         assert handle.get_attribute("aria-valuenow") == at, "a handle stays where the picture has it"
         assert "Run its cell again" in said.text_content()
-        page.evaluate(f"() => {SESSION}.startKernel ? {SESSION}.startKernel() : null")
     finally:
         opened.close()
 
