@@ -1,24 +1,26 @@
-"""Lesson 04: how a dynamic loss scale moves, over a recorded run, and over factors and windows."""
+"""Lesson 04, *What if*: how a dynamic loss scale moves, over a recorded run, and over factors and windows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpkit.data import data_dir
-from mpkit.policies import ScalePolicy, explain, stack
+from mpkit.policies import ScalePolicy, explain
 from mpkit.record import Trace
 from mpkit.replay import ceilings, flushed, simulate
+from mpkit.replay import sweep as every_pair
 from mpkit.replay.percent import percent
-from mpkit.view import Choice, Range, Sheet, Stroke, view
+from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
 from mpkit.view.parts import framed, gradients, heat_map, prediction, tenths
 from mpkit.view.sheet import Panel, exponents, linear, log2, power_of_two
-from mpkit.view.words import capital, counted, exponent
+from mpkit.view.words import capital
 
 RUNS = {
     "mlp_digits": "perceptron on digits, healthy",
@@ -28,21 +30,34 @@ RUNS = {
     "mlp_digits_rate": "perceptron on digits, 4 times the rate",
     "mlp_digits_batch": "perceptron on digits, batches of 8 for 64",
 }
-FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
+OWN = Text("or the path of a trace of your own")
 SHOWN = 400  # steps of a recorded run; two of them are shorter
 POWERS = (-60, 120)  # what a hand may set: far beyond any axis, and within float32
 
 
 # ---- numbers
 @cache
-def recorded(run: str, fmt: str = "fp16") -> tuple[Trace, np.ndarray]:
-    """A trace from `data/traces` and the largest scale that each of its steps can bear in `fmt` (negative: none).
+def load_run(name: str) -> Trace:
+    """A trace by the name of a file in `data/traces`, or by path.
 
-    The runs were trained in float32, so that no recorded scale hides what another one would have kept, and the ceiling
-    of float16 was measured in each step; that of bfloat16 follows from the largest gradient of a weight.
+    Raises:  ValueError that says what is wrong with the path or the file.
     """
-    trace = Trace.load(data_dir() / "traces" / f"{run}_float32.npz").before(SHOWN)
-    return trace, ceilings(trace, fmt)
+    path = data_dir() / "traces" / f"{name}.npz"
+    try:
+        return Trace.load(path if path.is_file() else Path(name).expanduser())
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ValueError(f"{error}; write the path of a trace that was saved") from None
+
+
+@cache
+def recorded(run: str, own: str = "") -> tuple[Trace, np.ndarray]:
+    """One of `RUNS`, or a trace by path, and the largest scale that each step can bear in float16 (negative: none).
+
+    Those of `RUNS` were trained in float32, so that no recorded scale hides what another one would have kept, and the
+    ceiling was measured in each step.
+    """
+    trace = load_run(own or f"{run}_float32").before(SHOWN)
+    return trace, ceilings(trace, "fp16")
 
 
 def drawn_over(tops: np.ndarray, drawn: Mapping[int, float]) -> np.ndarray:
@@ -52,16 +67,22 @@ def drawn_over(tops: np.ndarray, drawn: Mapping[int, float]) -> np.ndarray:
     return tops
 
 
-def zero_share(trace: Trace, scales: np.ndarray, fmt: str = "fp16") -> np.ndarray:
-    """Share of gradient values that are zero in float32 already, or become zero in `fmt` at these scales.
+def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
+    """Share of gradient values that are zero in float32 already, or become zero in float16 at these scales.
 
-    Shapes:  scales (N, P), one row per step -> (N, P); NaN in steps whose loss is not finite: they have no gradients.
+    A step without a histogram has that of the last one before it.
+
+    Shapes:  scales (N,) -> (N,); NaN in steps whose loss is not finite: they have no gradients.
     """
     part = trace.gradients
-    lost = flushed(trace, scales, fmt)
-    nonzero = part.total().sum(axis=1)[:, None]
-    share = (part.zeros.sum(axis=1)[:, None] + lost * nonzero) / part.size.sum()
-    return np.where((ceilings(trace, fmt) < 0)[:, None], math.nan, share)
+    lost = flushed(trace, scales[trace.rows, None], "fp16")[:, 0] * part.total().sum(axis=1)
+    share = (part.zeros.sum(axis=1) + lost) / part.size.sum()
+    return np.where(np.isfinite(trace.loss), share[last_row(trace)], math.nan)
+
+
+def last_row(trace: Trace) -> np.ndarray:
+    """(N,) the number of the last histogram that was recorded up to each step."""
+    return np.clip(np.searchsorted(trace.rows, np.arange(len(trace)), side="right") - 1, 0, None)
 
 
 def stepped(
@@ -94,12 +115,9 @@ def since_change(scale: np.ndarray, finite: np.ndarray, window: int, puts: list[
 # ---- a recorded run under your scaler
 @view(
     run=RUNS,
-    fmt=FORMATS,
+    own=OWN,
     start=Range(0, 32, label="start 2^"),
-    hold="hold the scale",
     factor=Range(1.01, 16, 0.25, "scale_factor", log=2),
-    apart="own factor down",
-    down=Range(1.01, 16, 0.25, "factor down", log=2),
     window=Range(1, SHOWN, label="scale_window, steps"),
     floor=Range(-24, 10, label="floor 2^"),
     step=(0, SHOWN - 1),
@@ -107,64 +125,53 @@ def since_change(scale: np.ndarray, finite: np.ndarray, window: int, puts: list[
     puts=Stroke(SHOWN, *POWERS),
 )
 def dynamics(
-    see: Sheet, run="gpt_sums", fmt="fp16", start=24, hold=False, factor=2.0, apart=False, down=2.0, window=50,
-    floor=0, step=SHOWN - 1, drawn={}, puts={},
-) -> None:  # fmt: skip
+    see: Sheet, run="gpt_sums", own="", start=24, factor=2.0, window=50, floor=0, step=SHOWN - 1, drawn={}, puts={}
+) -> None:
     """A recorded run under any dynamic scale: a ball on the scale below its ceiling, and the gradients beside it.
 
     Numbers over all steps: `scale finite reasons ceiling headroom zeros` (share of the gradient values that are
     zero, NaN where there are none) and `layers` (whose gradient is the largest: who makes a dip of the ceiling).
-    `drawn` are ceilings drawn by hand, `puts` scales set by hand, as exponents.
+    `own` is a trace by its path in place of `run`, of which 400 steps are shown; `drawn` are ceilings drawn by hand,
+    `puts` scales set by hand, as exponents.
     """
     if floor > start:
         raise ValueError(f"the floor 2^{floor} must not lie above the start 2^{start}")
-    trace, recorded_tops = recorded(run, fmt)
-    ceiling = drawn_over(recorded_tops, drawn)
-    divisor, span = (1.0, 2**30) if hold else (down if apart else factor, window)
-    policy = ScalePolicy.by_factor(2.0**start, factor, span, 2.0**floor, name="dynamic", backoff_divisor=divisor)
+    trace, recorded_tops = recorded(run, own)
+    ceiling, count = drawn_over(recorded_tops, drawn), len(trace)
+    policy = ScalePolicy.by_factor(2.0**start, factor, window, 2.0**floor, name="dynamic")
     scale, finite, reasons = stepped(policy, ceiling, {k: 2.0**v for k, v in puts.items()})
-    zeros = zero_share(trace, scale[:, None], fmt)[:, 0]
-    plain = trace.gradients.zeros.sum(axis=1) / trace.gradients.size.sum()  # in float32 already: ReLUs
-    see.idle = {*(("factor", "apart", "down", "window", "floor") if hold else ()), *(() if apart else ("down",))}
+    zeros = zero_share(trace, scale)
+    plain = zero_share(trace, np.full(count, math.inf))  # in float32 already: ReLUs
+    see.idle = {"run"} if own else set()
     if drawn or puts:
         see.buttons["Undo drawing"] = {"drawn": {}, "puts": {}}
 
-    real = np.log2([*ceiling[ceiling > 0], *scale])
+    real = np.log2([*ceiling[(ceiling > 0) & np.isfinite(ceiling)], *scale])
     low, high = math.floor(real.min()) - 3, math.ceil(real.max())
     high += max(3, math.ceil((high - low) / 7))  # the totals stand above the ceiling
     see.grid(440, rows=(3.3, 1), cols=(2.7, 1))
-    count = len(ceiling)
     see.play("step", "step", count, every=100)
     used, top = exponents(scale, low, high), exponents(ceiling, low, high)
-    good = since_change(scale, finite, span, [*puts])
-    layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)]
-    main = _main(see, used, top, (low, high), good / max(1, min(span, count)), finite, reasons, (zeros, plain), layers)
-    if ceiling[-1] < 0:
-        first = np.flatnonzero(ceiling > 0)[-1] + 1
-        main.given["title"] = f"from step {first} on no scale helps: the loss is not finite"
+    ring = since_change(scale, finite, window, [*puts]) / min(window, count)
+    layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)][last_row(trace)]
+    main = _main(see, used, top, (low, high), ring, finite, reasons, (zeros, plain), layers)
+    broken = np.flatnonzero(recorded_tops < 0)
+    if len(broken):
+        main.given["title"] = f"from step {broken[0]} on no scale helps: the loss is not finite"
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
-    if not hold:
-        look: dict[str, Any] = {
-            "slope": -1,
-            "cross": low + 0.12 * (high - low),
-            "stem": True,
-            "note": f"window {window}",
-        }
-        main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **look)
-        sides = [("factor", factor, "scale_factor", 1, "×"), ("down", down, "factor down", -1, "÷")]
-        for name, by, label, slope, sign in sides[: 1 + apart]:
-            look = {"base": used, "log2": True, "stem": True, "cross": 4, "step": 0.25, "slope": slope}
-            main.handle("y", name, math.log2(by), 0.25, 4, label, note=f"{sign} {by:.4g}", **look)
-        below = ", below this picture" if floor < low else ""
-        main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}{below}")
-    gradients(see, (0, 1), trace, fmt, scale)
+    grip: dict[str, Any] = {"slope": -1, "cross": low + 0.12 * (high - low), "stem": True, "note": f"window {window}"}
+    main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
+    grip = {"base": used, "log2": True, "stem": True, "cross": 4, "step": 0.25, "note": f"× {factor:.4g}"}
+    main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", **grip)
+    below = ", below this picture" if floor < low else ""
+    main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}{below}")
+    gradients(see, (0, 1), trace, scale)
     _whole(see, used, top, finite, (low, high), step, start)
 
-    broken = np.flatnonzero(recorded_tops < 0)
-    name = f"broken from step {broken[0]} on" if len(broken) else RUNS[run]
-    inside = "" if fmt == "fp16" else f", with gradients in {FORMATS[fmt]}"
-    headroom, after = np.log2(np.maximum(ceiling, 2.0**-60) / scale), ", and the optimizer sees nothing of this step"
+    name = Path(own).stem if own else capital(RUNS[run])
+    after = ", and the optimizer sees nothing of this step"
     told: dict[str, Any] = {"decided": [f"{r}{'' if ok else after}" for r, ok in zip(reasons, finite)]}
+    headroom = np.log2(np.maximum(ceiling, 2.0**-60) / scale)
     if ceiling.min() > 0:
         bound, told["top"] = "the ceiling {top:2^}, the headroom {headroom:.1f} bits", np.log2(ceiling)
         told["empty"], told["plain"] = tenths(zeros), tenths(plain)
@@ -173,18 +180,13 @@ def dynamics(
         bound, share = "{top}", "{empty} of this step's gradient values are zero"
         told["top"] = np.where(ceiling > 0, "below the ceiling", "and no scale helps: the loss is not finite")
         told["empty"] = ["an unknown share" if math.isnan(z) else percent(z) for z in zeros]
+    guess = "" if "fp16" in trace.measured else " The ceiling is an estimate where gradients were not recorded."
     see.say(
-        f"{capital(name)}{inside}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
-        f"far: {{so_far}} of {{count}}. At this scale {share}.",
+        f"{name}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
+        f"far: {{so_far}} of {{count}}. At this scale {share}.{guess}",
         at=np.arange(count), count=np.arange(count) + 1, so_far=np.cumsum(~finite), power=np.log2(scale), scale=scale,
         finite=finite, reasons=reasons, layers=layers, ceiling=ceiling, headroom=headroom, zeros=zeros, **told,
     )  # fmt: skip
-    see.rows = [
-        {"step": i, "scale": exponent(scale[i]), "ceiling": exponent(ceiling[i]) if ceiling[i] > 0 else "none",
-         "skipped": "" if finite[i] else "yes", "decision": str(reasons[i])}
-        for i in range(count)
-        if not finite[i] or reasons[i] not in ("held", "at cap")
-    ]  # fmt: skip
 
 
 def _main(
@@ -231,69 +233,48 @@ FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 WINDOWS = (2, 5, 10, 20, 50, 100, 200)
 FIGURES = {  # of a cell: the title of the table, what its range is told as
     "lost": ("training signal lost, %", "% of the training signal is lost"),
-    "skipped": ("skipped steps of 400", "of 400 steps are skipped"),
     "time": ("time spent on skipped steps, %", "% of the training time is spent on skipped steps"),
-    "headroom": ("mean headroom, bits", "bits is the mean headroom"),
-    "zeros": ("gradient values that are zero, %", "% of the gradient values are zero"),
 }
 SKIPPED = 0.985
 """Time of a skipped step in applied ones: all but the update, of the ResNet-18 in `data/benchmarks/boost.json`."""
 
 
-def every_pair(
-    trace: Trace, tops: np.ndarray, start: int, factors: Sequence[float], windows: Sequence[int], floor: float = 0.0
-) -> dict[str, np.ndarray]:
-    """Figure -> (factors, windows) under these ceilings of float16, from a scale of 2^start on; shares from 0 to 1.
-
-    `lost` is the training signal that is lost to skipped steps and to zeros together; `scales` is (steps, pairs).
-    """
-    policies = [ScalePolicy.by_factor(2.0**start, f, w, floor=floor) for f in factors for w in windows]
-    done = simulate(tops, stack(policies))
-    scales, rows = done.sampled, trace.rows
-    good = scales <= tops[:, None]
-    applied, kept = np.maximum(good.sum(0), 1), good[rows]
-    bits = np.where(good, np.log2(np.maximum(tops, 2.0**-60))[:, None] - np.log2(np.maximum(scales, 2.0**-200)), 0.0)
-    zeros = np.where(kept, flushed(trace, scales[rows], "fp16"), 0.0).sum(0) / np.maximum(kept.sum(0), 1)
-    found = {"lost": 1 - good.mean(0) * (1 - zeros), "skipped": done.skipped, "headroom": bits.sum(0) / applied}
-    return {name: v.reshape(len(factors), len(windows)) for name, v in found.items()} | {"scales": scales}
-
-
 @cache
-def swept(run: str, start: int) -> dict[str, np.ndarray]:
-    """Figure of `FIGURES` -> (factors, windows) on one recorded run; shares in percent."""
-    trace, tops = recorded(run)
-    found = every_pair(trace, tops, start, FACTORS, WINDOWS, floor=1.0)
-    zeros = 100 * zero_share(trace, found.pop("scales")).mean(0).reshape(found["lost"].shape)
-    without = SKIPPED * found["skipped"]
-    time = 100 * without / (without + SHOWN - found["skipped"])
-    return found | {"lost": 100 * found["lost"], "zeros": zeros, "time": time}
+def swept(run: str, own: str, start: int) -> dict[str, np.ndarray]:
+    """Figure of `FIGURES`, in percent, and `skipped`, a share of the steps -> (factors, windows) on a recorded run."""
+    trace = recorded(run, own)[0]
+    grid: dict[str, Any] = {"init": 2.0**start, "factor": FACTORS, "window": WINDOWS, "min_scale": 1.0}
+    table = every_pair(trace, fmt="fp16", **grid).pivot(index="factor", columns="window")
+    lost, skipped = (table[name].to_numpy() for name in ("lost", "skipped_share"))
+    time = SKIPPED * skipped / (1 - skipped + SKIPPED * skipped)
+    return {"lost": 100 * lost, "time": 100 * time, "skipped": skipped}
 
 
 @view(
     run=dict([*RUNS.items()][:3]),
+    own=OWN,
     start=Range(0, 32, label="initial scale, 2 to the", costly=True),
     figure=Choice({name: title for name, (title, _) in FIGURES.items()}, "what the cells show"),
 )
-def sweep(see: Sheet, run="gpt_sums", start=16, figure="lost") -> None:
+def sweep(see: Sheet, run="gpt_sums", own="", start=16, figure="lost") -> None:
     """Every pair of factor and window on one recorded run; the pairs that lose least training signal are framed.
 
-    Numbers: `lost skipped time headroom zeros`, each (factors, windows).
+    Numbers: `lost time skipped`, each (factors, windows).
     """
-    grids, (title, told) = swept(run, start), FIGURES[figure]
-    grid = grids[figure]
-    texts = [format(v, ".0f" if figure == "skipped" else ".1f") if v == 0 or v >= 0.05 else "< 0.1" for v in grid.flat]
+    grids, (title, told) = swept(run, own, start), FIGURES[figure]
+    grid, lost = grids[figure], grids["lost"]
     see.grid(400)
+    see.idle = {"run"} if own else set()
+    texts = [f"{v:.1f}" if v == 0 or v >= 0.05 else "< 0.1" for v in grid.flat]
     panel = heat_map(see, grid, texts, FACTORS, WINDOWS, title)
-    least = f"{grids['lost'].min():.1f}"
-    best = [(i, j) for i, j in np.ndindex(*grid.shape) if f"{grids['lost'][i, j]:.1f}" == least]  # as the cells tell it
-    pairs = counted(len(best), "pair")
-    if figure == "lost":
-        pairs = "each of them" if len(best) == grid.size else f"the {pairs} with the frame"
-        if len(best) < grid.size:
-            framed(panel, best, "normal", "least training signal lost")
+    best = [
+        (i, j) for i, j in np.ndindex(*lost.shape) if f"{lost[i, j]:.1f}" == f"{lost.min():.1f}"
+    ]  # as cells tell it
+    framed(panel, best, "normal", "least training signal lost")
+    pairs = "pair" if len(best) == 1 else f"{len(best)} pairs"
     see.say(
-        f"{capital(RUNS[run])}, started at 2^{start}. From {{low}} to {{high}} {told}, by factor and window. The least "
-        f"training signal is lost with {pairs}: {least} %.",
+        f"{Path(own).stem if own else capital(RUNS[run])}, started at 2^{start}. From {{low}} to {{high}} {told}, by "
+        f"factor and window. The least training signal is lost with the {pairs} with the frame: {lost.min():.1f} %.",
         low=round(float(grid.min()), 1), high=round(float(grid.max()), 1), **dict[str, Any](grids),
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.formats import FloatFormat, get_format
+from mpkit.formats import FP16, FloatFormat
 from mpkit.record import Trace
 from mpkit.view.answers import number
 from mpkit.view.sheet import Panel, Sheet, exponents, fitted, linear, log2, names
@@ -38,19 +38,18 @@ def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float
         panel.span(axis, low, high, f"{role}/0.14", said.get(role, role), **look)
 
 
-def gradients(see: Sheet, where: tuple[int, int], trace: Trace, fmt: str, scale: np.ndarray) -> None:
-    """Each step's recorded gradients times its scale (steps,), over the regions of the format; they travel once."""
-    part, form, low, steps = trace.gradients, get_format(fmt), -32.0, np.arange(len(scale))
+def gradients(see: Sheet, where: tuple[int, int], trace: Trace, scale: np.ndarray) -> None:
+    """Each step's recorded gradients times its scale (steps,), over the regions of float16; they travel once."""
+    part, low, steps = trace.gradients, -32.0, np.arange(len(scale))
     share = 100 * part.total() / max(1, part.size.sum())
     rows = np.clip(np.searchsorted(trace.rows, steps, "right") - 1, 0, None)
     ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
     shift = exponents(scale, -200, 200)
-    top = min(max(40, form.max_exponent + 1), max(20, math.ceil((ends[rows] + shift).max())))
+    top = min(40, max(20, math.ceil((ends[rows] + shift).max())))
     x = linear("share, %", 0, 1.5 * share.max(), 3)  # the names of the regions stand right of all bars
-    name = {"fp16": "float16", "bf16": "bfloat16"}.get(fmt, fmt)
-    panel = see.panel(*where, title="gradients × scale", x=x, y=log2(f"gradient × scale, {name}", low, top))
-    regions(panel, "y", *edges(form), zero="become zero")
-    look: dict[str, Any] = {"axis": "y", "rows": see.keep("rows", rows), "shift": shift, "zones": zones(edges(form))}
+    panel = see.panel(*where, title="gradients × scale", x=x, y=log2("gradient × scale, float16", low, top))
+    regions(panel, "y", *edges(FP16), zero="become zero")
+    look: dict[str, Any] = {"axis": "y", "rows": see.keep("rows", rows), "shift": shift, "zones": zones(edges(FP16))}
     shares = see.keep("shares", np.round(255 * share / share.max()).astype(np.uint8))  # a byte each
     look |= {"width": 1, "label": "share of the gradients, %", "quiet": True, "unit": share.max() / 255}
     panel.bars(shares, part.lowest + 0.5 + np.arange(part.bins), **look)
@@ -60,14 +59,12 @@ def gradients(see: Sheet, where: tuple[int, int], trace: Trace, fmt: str, scale:
         panel.text(word, 0.5, 0.5, frame=True, halo=True, only=(int(known[-1]) + 1, len(scale) - 1))
 
 
-def heat_map(see: Sheet, grid: Any, texts: Sequence[str], rows: Any, cols: Any, title: str, **look: Any) -> Panel:
-    """A table of factors x windows, in column `col` of the sheet; the darker, the larger."""
+def heat_map(see: Sheet, grid: Any, texts: Sequence[str], rows: Any, cols: Any, title: str) -> Panel:
+    """A table of factors x windows; the darker, the larger."""
     x = names([str(c) for c in cols], "scale_window, finite steps")
     y = names([f"{r:g}" for r in rows], "scale_factor", down=True)
-    panel = see.panel(title=title, x=x, y=y, col=look.pop("col", 0), pad=[28, 14, 42, 60])
-    cells = [f"factor {r:g}, window {c}" for r in rows for c in cols]
-    given: dict[str, Any] = {"names": cells, "label": "cell", "quiet": True} | look
-    panel.cells(grid, texts, **given)
+    panel = see.panel(title=title, x=x, y=y, pad=[28, 14, 42, 60])
+    panel.cells(grid, texts, names=[f"factor {r:g}, window {c}" for r in rows for c in cols], label="cell", quiet=True)
     return panel
 
 

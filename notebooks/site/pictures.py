@@ -39,7 +39,7 @@ ROW = 17
 PLANS: dict[str, dict[str, Any]] = {  # what a lesson is about: pairs of controls, and how many pictures they are worth
     "dynamics": {
         "most": 500,
-        "pairs": [("factor", "window"), *(("run", n) for n in ("window", "start", "factor", "floor", "hold"))],
+        "pairs": [("factor", "window"), *(("run", n) for n in ("window", "start", "factor", "floor"))],
     },
     "bits": {"most": 500, "pairs": [("bits", "bits"), ("fmt", "bits")]},
     "live": {"work": ({}, {"start": 30}, {"window": 5}, {"window": 100}, {"dtype": "bfloat16"}, {"level": "O0"})},

@@ -158,7 +158,7 @@ def test_a_question_of_the_page_is_answered_whatever_comes_of_it():
 
 def test_kinds_of_controls_stand_for_their_short_forms():
     controls = MAKERS["dynamic_scale.dynamics"].controls
-    kinds = {"run": Choice, "hold": Flag, "window": Range, "step": Range, "drawn": Stroke}
+    kinds = {"run": Choice, "own": Text, "window": Range, "step": Range, "drawn": Stroke}
     assert all(isinstance(controls[name], kind) for name, kind in kinds.items())
-    assert isinstance(MAKERS["dynamic_scale.draw"].controls["typed"], Text)
+    assert isinstance(MAKERS["rounding.modes"].controls["negative"], Flag)
     assert isinstance(MAKERS["start.live"].controls["kicks"], Inner)
