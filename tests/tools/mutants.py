@@ -1,11 +1,10 @@
 """Mutants: one operator, comparison, constant or boolean of the library is changed at a time. Do its tests notice?
 
-    python tests/tools/mutants.py --sample 400 --seed 1 [--only boost optimizers] [--minutes 20] [--write FILE]
+    python tests/tools/mutants.py --sample 400 --seed 1 [--contract] [--only boost optimizers] [--write FILE]
 
-Everything happens in a copy of the tree. First the unit tests of the modules run once under `coverage`, which tells the
-tests of every line (`--map FILE` keeps that for the next call). Then a process that has collected them all forks for
-each mutant and runs the tests of its line, short ones and those of its own module first, until one fails or `--budget`
-seconds of tests have passed; see `mutant_runs.py`.
+Everything happens in a copy of the tree. A process that has imported what the tests need, but not the library, forks
+for each mutant and runs the tests of its module there, the nearest files first, until one fails. The same tests run
+once without a change, which must pass, and tell how long a mutant may take.
 
 Not changed: annotations, docstrings, messages (`raise`, f-strings, warnings), decorators, `__all__`, lists of types.
 mutmut leaves out what stands in classes, modules and decorated functions, which is half of this library; cosmic-ray
@@ -19,10 +18,13 @@ import ast
 import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,9 +34,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import mutant_runs
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = ("test_training", "test_lives", "test_damaged", "test_meta", "test_source", "test_defaults", "test_wrong")
@@ -61,7 +63,10 @@ OWN = {  # module -> what the names of its test files begin with; EVERY: those o
     "replay": ("test_replay", "test_tensor_scale"),
     "diagnose": ("test_diagnose", "test_preflight", "test_watch", "test_public_reports", "test_recommend"),
 }
-WARM = ("numpy", "torch", "torch._dynamo", "torch.distributed", "pandas", "ml_dtypes", "hypothesis", "pytest")
+ASKED = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not browser"]
+MEMORY = 12 * 2**30  # bytes that a mutant may ask for
+FORK = multiprocessing.get_context("fork")
+WARM = ("numpy", "torch", "torch._dynamo", "torch.distributed", "pandas", "ml_dtypes", "hypothesis")
 SWAPS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Div,
     ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
@@ -76,23 +81,13 @@ SILENT = {"stacklevel", "flush", "strict", "total"}  # only printing or a type c
 EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "tools" / "equivalent_mutants.json").read_text())
 
 
-class Place(NamedTuple):
-    """Where an expression stands: first line of its statement; its function or class, and that one's lines."""
-
-    begin: int = 1
-    scope: str = ""
-    first: int = 0
-    last: int = 0
-    inside: bool = False  # in the body of a function, so that importing the module does not run it
-
-
 @dataclass(frozen=True)
 class Mutant:
     """`file[start:end]`, bytes, becomes `new`; `text` and `changed` are its lines before and after."""
 
     file: str
     line: int
-    place: Place
+    scope: str
     start: int
     end: int
     old: str
@@ -102,7 +97,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        return f"{self.file} {self.place.scope}: {self.text} => {self.changed}"
+        return f"{self.file} {self.scope}: {self.text} => {self.changed}"
 
     @property
     def module(self) -> str:
@@ -119,32 +114,27 @@ def mutants_of(source: str, file: str) -> list[Mutant]:
     for line in lines:
         begins.append(begins[-1] + len(line))
     whole, found = source.encode(), []
-    for node, changed, place in _changes(ast.parse(source), Place()):
+    for node, changed, scope in _changes(ast.parse(source), ""):
         start, end = begins[node.lineno - 1] + node.col_offset, begins[node.end_lineno - 1] + node.end_col_offset
         old, new = ast.unparse(node), ast.unparse(changed)
         text = whole[begins[node.lineno - 1] : begins[node.end_lineno]]
         after = whole[begins[node.lineno - 1] : start] + new.encode() + whole[end : begins[node.end_lineno]]
         before, after = (" ".join(part.decode().split()) for part in (text, after))
-        found.append(Mutant(file, node.lineno, place, start, end, old, new, before, after))
+        found.append(Mutant(file, node.lineno, scope, start, end, old, new, before, after))
     return found
 
 
-def _changes(node: Any, place: Place) -> Iterator[tuple[Any, ast.AST, Place]]:
-    """(expression, what takes its place, where it stands) for all that stands below `node`."""
-    if isinstance(node, ast.stmt):
-        place = place._replace(begin=node.lineno)
+def _changes(node: Any, scope: str) -> Iterator[tuple[Any, ast.AST, str]]:
+    """(expression, what takes its place, its function or class) for all that stands below `node`."""
     for changed in _changed(node):
-        yield node, changed, place
+        yield node, changed, scope
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        scope = f"{place.scope}.{node.name}".lstrip(".")
-        place = place._replace(scope=scope, first=node.lineno, last=node.end_lineno)
+        scope = f"{scope}.{node.name}".lstrip(".")
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list"):
-            continue
-        body = name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not _left_out(node, child):
-                yield from _changes(child, place._replace(inside=place.inside or body))
+            stays = name in ("annotation", "returns", "decorator_list") or not isinstance(child, ast.AST)
+            if not stays and not _left_out(node, child):
+                yield from _changes(child, scope)
 
 
 def _left_out(parent: ast.AST, child: Any) -> bool:
@@ -188,16 +178,18 @@ def excused(names: list[str]) -> dict[str, str]:
 # --- the run
 
 
-def files_of(root: Path, module: str, folder: str = "tests") -> list[str]:
-    """Where the tests of a module stand; its doctests too, unless only those of one folder are asked."""
-    doctests = [f"mpkit/{module}.py", f"mpkit/{module}"] if folder == "tests" else []
-    return [*_starting(root, OWN[module], folder), *(n for n in doctests if (root / n).exists())]
+def files_of(root: Path, module: str, contract: bool = False) -> list[list[str]]:
+    """The test files of a module, the nearest first: its units, its contract, its doctests, what asks all modules."""
 
+    def starting(folder: str, starts: tuple[str, ...]) -> list[str]:
+        found = sorted((root / "tests" / folder).rglob("test_*.py"))
+        return [p.relative_to(root).as_posix() for p in found if p.stem.startswith(starts)]
 
-def _starting(root: Path, starts: tuple[str, ...], folder: str = "tests") -> list[str]:
-    files = sorted((root / folder).rglob("test_*.py"))
-    found = [p.relative_to(root).as_posix() for p in files if p.stem.startswith(starts)]
-    return [name for name in found if not name.startswith("tests/tools/")]
+    asked = [starting("contract", OWN[module]), starting("contract", EVERY)]
+    if not contract:
+        doctests = [name for name in (f"mpkit/{module}.py", f"mpkit/{module}") if (root / name).exists()]
+        asked = [starting("unit", OWN[module]), asked[0], doctests, asked[1]]
+    return [files for files in asked if files]
 
 
 def copied(root: Path, to: Path) -> Path:
@@ -233,16 +225,65 @@ def drawn(every: list[Mutant], options: Any) -> list[Mutant]:
     if options.again:
         left = set(json.loads(options.again.read_text())["survived"])
         return [m for m in every if m.name in left]
-    like = [m for m in every if options.like in m.name]
-    return random.Random(options.seed).sample(like, min(options.sample, len(like)))
+    return random.Random(options.seed).sample(every, min(options.sample, len(every)))
 
 
-def table(results: list[tuple[Mutant, str]], rows: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Module -> how many were killed, survived, or cannot be noticed; `rows` counted before."""
-    counts = {module: Counter(row) for module, row in rows.items()}
-    for mutant, end in results:
-        kind = "equivalent" if end == "survived" and excused([mutant.name]) else end
-        counts.setdefault(mutant.module, Counter())["killed" if kind == "too long" else kind] += 1
+def passes(files: list[str], seconds: float = 3600) -> bool:
+    """Whether tests pass in a fork, which imports the library; not if they work for longer, or stand still."""
+    child = FORK.Process(target=_in_fork, args=(files, seconds))
+    child.start()
+    child.join(10 * seconds)  # on a busy machine a second of work takes several
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # what a test has started and left
+    child.join()
+    return child.exitcode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+def _in_fork(files: list[str], seconds: float) -> None:
+    os.setsid()
+    with open(os.devnull, "r+b") as quiet:
+        for stream in (0, 1, 2):
+            os.dup2(quiet.fileno(), stream)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    os._exit(int(pytest.main([*ASKED, *files])))
+
+
+class Judge:
+    """Runs the tests of a module on a mutant; each group of files once without a change before its first."""
+
+    def __init__(self, copy: Path, contract: bool) -> None:
+        self.copy, self.contract, self.limits = copy, contract, dict[str, float]()
+
+    def limit(self, files: list[str]) -> float:
+        """Seconds that they may take. Raises RuntimeError where they fail without any change: they prove nothing."""
+        if files[0] not in self.limits:
+            before = os.times()
+            if not passes(files):
+                raise RuntimeError(f"without any change one of these fails; run them by hand: {' '.join(files)}")
+            took = os.times()
+            work = took.children_user + took.children_system - before.children_user - before.children_system
+            self.limits[files[0]] = 20 + 4 * work
+        return self.limits[files[0]]
+
+    def kills(self, mutant: Mutant) -> bool:
+        groups = [(files, self.limit(files)) for files in files_of(self.copy, mutant.module, self.contract)]
+        path = self.copy / mutant.file
+        source, stamp = path.read_bytes(), path.stat()
+        path.write_bytes(mutant.applied(source))
+        try:
+            return not all(passes(files, limit) for files, limit in groups)
+        finally:
+            path.write_bytes(source)
+            os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # its stored bytecode is valid again
+
+
+def table(results: list[tuple[Mutant, bool]]) -> dict[str, dict[str, int]]:
+    """Module -> how many were killed, survived, or cannot be noticed."""
+    counts: dict[str, Counter[str]] = {}
+    for mutant, killed in results:
+        kind = "killed" if killed else "equivalent" if excused([mutant.name]) else "survived"
+        counts.setdefault(mutant.module, Counter())[kind] += 1
     return {m: {k: counts[m][k] for k in ("killed", "survived", "equivalent")} for m in sorted(counts)}
 
 
@@ -251,73 +292,64 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=400, help="how many mutants (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="which ones (default: %(default)s)")
     parser.add_argument("--contract", action="store_true", help="ask the contract alone")
-    parser.add_argument("--only", nargs="+", default=list(OWN), metavar="MODULE")
-    parser.add_argument("--like", default="", help="only mutants whose name holds this text")
+    parser.add_argument("--only", nargs="+", default=list(OWN), choices=OWN, metavar="MODULE")
     parser.add_argument("--again", type=Path, help="the survivors of this result instead of a sample")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no mutant after so long")
-    parser.add_argument("--budget", type=float, default=30, help="seconds of tests per mutant (default: %(default)s)")
-    parser.add_argument("--map", type=Path, help="keep the tests of every line in this file, or take them from it")
-    parser.add_argument(
-        "--control", type=int, default=10, help="one of so many has its tests run without a change, too"
-    )
     parser.add_argument("--write", type=Path, help="the JSON for the result")
-    parser.add_argument("--resume", action="store_true", help="go on where the run that wrote --write has ended")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # a second of imports, and no test here needs one
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every fork would compile the tests
+    end, results = time.monotonic() + 60 * options.minutes, list[tuple[Mutant, bool]]()
     with tempfile.TemporaryDirectory(prefix="mpkit-mutants-") as scratch:
         copy = copied(options.root.resolve(), Path(scratch).resolve())
         every = all_mutants(copy, options.only)
         for name in outdated(every) if set(options.only) == set(OWN) else ():
             print(f"the line of an equivalent mutant has changed, look again: {name}")
-        sample = drawn(every, options)
-        before = json.loads(options.write.read_text()) if options.resume else {}
-        sample = sample[before.get("drawn", 0) :]
         os.chdir(copy)
         os.environ["PYTHONPATH"] = str(copy)
-        sys.path[:] = [str(copy), *(p for p in sys.path if not _is_checkout(p, options.root))]
+        elsewhere = {options.root.resolve(), options.root.resolve() / "tests"}
+        sys.path[:] = [str(copy), *(p for p in sys.path if Path(p or ".").resolve() not in elsewhere)]
         for name in WARM:
             with suppress(ImportError):
                 importlib.import_module(name)
-        folder = "tests/contract" if options.contract else "tests"
-        files = {module: files_of(copy, module, folder) for module in options.only}
-        results: list[tuple[Mutant, str]] = []
+        judge = Judge(copy, options.contract)
         try:
-            for result in mutant_runs.run_all(copy, sample, files, _starting(copy, EVERY, folder), options):
-                results.append(result)
+            for mutant in drawn(every, options):
+                if time.monotonic() > end:
+                    break
+                began = time.monotonic()
+                results.append((mutant, judge.kills(mutant)))
+                verdict = "killed" if results[-1][1] else "survived"
+                where = f"{mutant.file}:{mutant.line} {mutant.old} -> {mutant.new}"
+                print(f"{verdict:9} {where} [{time.monotonic() - began:.1f} s]", flush=True)
         finally:  # what is known is told, whatever ends the run
             os.chdir(options.root)
-            _told(results, len(every), options, before)
+            _told(results, len(every), options)
     return 0
 
 
-def _is_checkout(path: str, root: Path) -> bool:
-    return Path(path or ".").resolve() in (root.resolve(), root.resolve() / "tests")
-
-
-def _told(results: list[tuple[Mutant, str]], of: int, options: Any, before: dict[str, Any]) -> None:
-    rows = table(results, before.get("modules", {}))
+def _told(results: list[tuple[Mutant, bool]], of: int, options: Any) -> None:
+    rows = table(results)
     total = {k: sum(row[k] for row in rows.values()) for k in ("killed", "survived", "equivalent")}
     print(f"\n{'module':12} killed survived equivalent")
     for module, row in {**rows, "all": total}.items():
         print(f"{module:12} {row['killed']:6} {row['survived']:8} {row['equivalent']:10}")
-    share, count = total["killed"] / max(1, total["killed"] + total["survived"]), sum(total.values())
-    print(f"{share:.1%} of {count} killed, drawn with seed {options.seed} from {of}")
+    share = total["killed"] / max(1, total["killed"] + total["survived"])
+    print(f"{share:.1%} of {len(results)} killed, drawn with seed {options.seed} from {of}")
     if options.write:
-        left = [m.name for m, end in results if end == "survived"]
+        left = [m.name for m, killed in results if not killed]
         why = excused(left)
         held = {
             "date": time.strftime("%Y-%m-%d"),
             "versions": {"python": platform.python_version(), "torch": importlib.metadata.version("torch")},
             "seed": options.seed,
-            "drawn": count,
+            "contract_alone": options.contract,
+            "drawn": len(results),
             "of": of,
-            "budget_seconds": options.budget,
             "killed_share": round(share, 4),
             "modules": rows,
-            "survived": before.get("survived", []) + [name for name in left if name not in why],
-            "equivalent": before.get("equivalent", {}) | why,
+            "survived": [name for name in left if name not in why],
+            "equivalent": why,
         }
         options.write.write_text(json.dumps(held, indent=1) + "\n")
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 from mutants import OWN, copied, files_of
@@ -482,7 +483,7 @@ def test_a_lab_notices(bug, tree):
 def test_the_contract_notices(bug, tree):
     with planted(bug, tree):
         module = bug.file.partition("/")[0].removesuffix(".py")
-        nearest = files_of(tree, module, "tests/contract") if module in OWN else []
+        nearest = chain(*files_of(tree, module, contract=True)) if module in OWN else ()
         program = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *nearest, "tests/contract"]
         ended = subprocess.run(program, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True)
     assert ended.returncode == 1, f"the contract does not notice: {bug.what}"

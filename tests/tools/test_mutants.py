@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 
-import mutant_runs
 import mutants
 import pytest
 from support import ROOT
@@ -44,7 +43,7 @@ def test_every_module_of_the_table_has_mutants_and_tests_of_its_own():
     every = mutants.all_mutants(ROOT, list(mutants.OWN))
     assert {m.module for m in every} == set(mutants.OWN)
     for module in mutants.OWN:
-        assert any(name.startswith("tests/") for name in mutants.files_of(ROOT, module))
+        assert all(mutants.files_of(ROOT, module, contract) for contract in (False, True))
     assert len(mutants.outdated(every)) < len(mutants.EQUIVALENT) / 2  # a run names those whose line has changed
     assert all(len(reason) > 20 for reason in mutants.EQUIVALENT.values())
 
@@ -66,51 +65,6 @@ def test_only_constants_of_a_module_are_excused_by_their_line():
     lines = [name for name in mutants.EQUIVALENT if name.endswith(" => *")]
     assert lines
     assert all(re.fullmatch(r"mpkit/\S+ : _?[A-Z_]+ = [^()\[\]]+", name.removesuffix(" => *")) for name in lines)
-
-
-def test_a_test_that_reaches_the_line_is_run_whatever_its_file_starts():
-    """And the module's own tests in other processes, where nobody sees what they reach, get seconds of their own."""
-
-    def part(name, others, line):
-        test = [f"tests/test_{name}.py::test_it", 1.0, others]
-        return {"file": f"tests/test_{name}.py", "tests": [test], "lines": {"mpkit/x.py": {line: [0]}}, "imported": {}}
-
-    known = mutant_runs.Known([part("seen", 0.0, 2), part("elsewhere", 3.0, 3), part("own", 3.0, 5)])
-    first, second = mutants.mutants_of("def f(a):\n    a < 1\n    a == b\n", "mpkit/x.py")[::2]
-    assert [mutant.line for mutant in (first, second)] == [2, 3]
-    own = ("tests/test_own.py",)
-    assert known.chosen(first, own, 1.5) == ["tests/test_seen.py::test_it"]
-    assert known.chosen(first, own, 5.0) == ["tests/test_seen.py::test_it", "tests/test_own.py::test_it"]
-    assert known.chosen(second, own, 5.0) == ["tests/test_elsewhere.py::test_it", "tests/test_own.py::test_it"]
-
-
-def test_one_case_of_every_test_is_run_before_the_second_case_of_any():
-    names = [f"tests/test_own.py::test_{name}" for name in ("a[0]", "a[1]", "a[2]", "b[x]", "b[y]", "c")]
-    tests = [[name, 0.01 * k, 0.0] for k, name in enumerate(names, 1)]
-    part = {"file": "tests/test_own.py", "tests": tests, "lines": {"mpkit/x.py": {2: [*range(6)]}}, "imported": {}}
-    (mutant, *_) = mutants.mutants_of("def f(a):\n    a < 1\n", "mpkit/x.py")
-    assert mutant_runs.Known([part]).chosen(mutant, ("tests/test_own.py",), 9.0) == [
-        names[i] for i in (0, 3, 5, 1, 4, 2)
-    ]
-
-
-def test_the_tests_of_its_signature_come_with_those_of_its_module():
-    names = ["tests/test_other.py::test_it", "tests/test_wrong.py::test_kinds[x.f]", "tests/test_own.py::test_it"]
-    parts = [
-        {"file": n.split("::")[0], "tests": [[n, 0.01, 0.0]], "lines": {"mpkit/x.py": {2: [0]}}, "imported": {}}
-        for n in names
-    ]
-    (mutant, *_) = mutants.mutants_of("def f(a):\n    a < 1\n", "mpkit/x.py")
-    assert mutant_runs.Known(parts).chosen(mutant, ("tests/test_own.py",), 9.0)[2] == names[0]
-
-
-def test_a_test_that_passes_by_comes_after_one_that_reaches_little_else():
-    tests = [[f"tests/test_own.py::test_{name}", 0.01, 0.0] for name in ("whole", "part")]
-    lines = {"mpkit/x.py": {2: [0, 1], 3: [0]}}
-    known = mutant_runs.Known([{"file": "tests/test_own.py", "tests": tests, "lines": lines, "imported": {}}])
-    (mutant, *_) = mutants.mutants_of("def f(a):\n    a < 1\n    a\n", "mpkit/x.py")
-    taken = known.chosen(mutant, ("tests/test_own.py",), 9.0)
-    assert taken == ["tests/test_own.py::test_part", "tests/test_own.py::test_whole"]
 
 
 LIBRARY = """
@@ -171,14 +125,14 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
     files = {
         "mpkit/__init__.py": "",
         "mpkit/formats.py": LIBRARY,
-        "tests/test_formats.py": TESTS,
+        "tests/unit/test_formats.py": TESTS,
         "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['.', 'tests']\n",
     }
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     code = "import sys, mutants; mutants.WARM = (); sys.exit(mutants.main())"
-    asked = ["--control", "1", "--only", "formats", "--root", str(tmp_path), "--write", str(tmp_path / "out.json")]
+    asked = ["--only", "formats", "--root", str(tmp_path), "--write", str(tmp_path / "out.json")]
     done = subprocess.run(
         [sys.executable, "-c", code, *asked], cwd=ROOT / "tests" / "tools", capture_output=True, text=True, check=False
     )
@@ -204,16 +158,8 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
     assert sorted(held["survived"]) == changed
 
 
-def test_nothing_is_changed_before_the_process_that_holds_the_tests_has_imported_them(tmp_path, monkeypatch):
-    """It would import the change, and judge all others with it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "test_slow.py").write_text("import time\ntime.sleep(0.5)\nopen('imported', 'w').close()\n")
-    with mutant_runs.served(tmp_path, ["test_slow.py"], []):
-        assert (tmp_path / "imported").exists()
-
-
-def test_a_mutant_that_waits_for_what_never_comes_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(mutant_runs, "STILL", 0.5)
-    assert mutant_runs.forked(lambda: time.sleep(600) or 0, seconds=60) == "too long"
-    monkeypatch.undo()
-    assert mutant_runs.forked(lambda: 7, seconds=60) == 7
+def test_a_mutant_that_waits_for_what_never_comes_is_not_waited_for(tmp_path):
+    (tmp_path / "test_slow.py").write_text("import time\ndef test_it(): time.sleep(60)\n")
+    began = time.monotonic()
+    assert not mutants.passes([str(tmp_path / "test_slow.py")], seconds=0.3)
+    assert time.monotonic() - began < 50
