@@ -1,7 +1,7 @@
 """Casting on what others wrote: PyTorch's operator and module databases, torchvision's and transformers' tiny networks.
 
-    python tests/tools/compat.py --share 0.05 --minutes 10       # a share of the cases; again goes on where it stopped
-    python tests/tools/compat.py --only modules --fresh
+    python tests/tools/compat.py --share 0.05 --minutes 10       # a share of the cases
+    python tests/tools/compat.py --only modules
     python tests/tools/compat.py --only autocast                 # two minutes
 
 Every case runs forwards and backwards in float32 and under every treatment (levels, presets, emulated formats). It is
@@ -30,7 +30,6 @@ import logging
 import math
 import pickle
 import re
-import string
 import time
 import warnings
 import zlib
@@ -406,72 +405,41 @@ def summary(runs: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def run(share: float, minutes: float, only: str | None, stored: Path = STORED, fresh: bool = False) -> dict[str, Any]:
-    """Run what is left of a share of the cases, at most so long, and store outcomes and counts."""
-    before = json.loads(stored.read_text()) if stored.exists() and not fresh else {}
-    runs = unpacked(before["runs"]) if before.get("versions") == versions() else {}
+def run(share: float, minutes: float, only: str | None) -> dict[str, Any]:
+    """Run a share of the cases, at most so long: counts of outcomes, and the names of those with no reason."""
+    runs: dict[str, str] = {}
     end = time.monotonic() + 60 * minutes
     for source in SOURCES if only is None else (only,):
         for case in SOURCES[source]():
             for treatment in TREATMENTS:
                 name = f"{source} | {case.name} | {treatment}"
-                if name in runs or not chosen(name, share) or time.monotonic() > end:
-                    continue
-                runs[name] = outcome(case, treatment)
-    result = {"versions": versions(), "share": share, **summary(runs), "runs": packed(runs)}
-    _store(stored, {key: before[key] for key in ("autocast",) if key in before} | result)
-    return result
+                if chosen(name, share) and time.monotonic() < end:
+                    runs[name] = outcome(case, treatment)
+    return {"versions": versions(), "share": share, **summary(runs)}
 
 
-def run_autocast(share: float, stored: Path = STORED) -> dict[str, Any]:
-    """Preset torch_autocast beside CUDA autocast on a share of PyTorch's operators, stored beside the runs."""
+def run_autocast(share: float) -> dict[str, Any]:
+    """Preset torch_autocast beside CUDA autocast on a share of PyTorch's operators."""
     found = autocast_oracle.of_the_database(lambda name: chosen(f"autocast {name}", share))
-    result = {"torch": torch.__version__, "share": share, **found}
-    _store(stored, (json.loads(stored.read_text()) if stored.exists() else {}) | {"autocast": result})
-    return result
-
-
-def _store(stored: Path, result: dict[str, Any]) -> None:
-    stored.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def packed(runs: dict[str, str]) -> dict[str, Any]:
-    """Runs as they are stored: by case one letter a treatment, "-" where it did not run, and what the letters mean."""
-    letters = dict(zip(sorted(set(runs.values())), string.ascii_letters))
-    cases: dict[str, dict[str, str]] = {}
-    for name, result in sorted(runs.items()):
-        case, _, treatment = name.rpartition(" | ")
-        cases.setdefault(case, {})[treatment] = letters[result]
-    rows = {case: "".join(given.get(treatment, "-") for treatment in TREATMENTS) for case, given in cases.items()}
-    return {"letters": {letter: result for result, letter in letters.items()}, "treatments": [*TREATMENTS], **rows}
-
-
-def unpacked(stored: dict[str, Any]) -> dict[str, str]:
-    """{"source | case | treatment": outcome} of stored runs."""
-    rows = {case: row for case, row in stored.items() if case not in ("letters", "treatments")}
-    return {
-        f"{case} | {treatment}": stored["letters"][letter]
-        for case, row in rows.items()
-        for treatment, letter in zip(stored["treatments"], row)
-        if letter != "-"
-    }
+    return {"autocast": {"torch": torch.__version__, "share": share, **found}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=1.0, help="share of all cases (0 to 1)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop after this long; again goes on")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop after this long")
     parser.add_argument("--only", choices=(*SOURCES, "autocast"))
-    parser.add_argument("--fresh", action="store_true", help="forget what is stored")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # tells of every error it meets
     torch.set_num_threads(1)
+    found = json.loads(STORED.read_text())
     if given.only != "autocast":
-        result = run(given.share, given.minutes, given.only, fresh=given.fresh)
-        print(json.dumps({key: result[key] for key in ("versions", "counts", "to_look_at")}, indent=1))
-    if given.only in (None, "autocast"):  # last: a fresh run forgets all that is stored
-        print(json.dumps(run_autocast(given.share), indent=1))
+        found |= run(given.share, given.minutes, given.only)
+    if given.only in (None, "autocast"):
+        found |= run_autocast(given.share)
+    STORED.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
