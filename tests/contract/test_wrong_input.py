@@ -119,7 +119,7 @@ def limited(seconds: float):
 def refused(thing, values) -> tuple[str, bool]:
     """What is wrong with how a call ended, "" when nothing is, and whether it was refused."""
     try:
-        with limited(20):
+        with limited(120):
             call(thing, values)
     except (TypeError, ValueError, FileNotFoundError) as error:
         # "x" is the name of no file
@@ -428,7 +428,7 @@ def state_of(value: typing.Any) -> typing.Any:
 def need_to_work(name: str) -> None:
     """Raise unless right arguments are; what needs several processes may say so."""
     try:
-        with limited(20):
+        with limited(120):
             call(PUBLIC[name], right_ones(name))
     except FileNotFoundError:  # MNIST, which is not here
         return
