@@ -17,14 +17,13 @@ from mpkit.boost.grad_freeze import index_probabilities, stages_by_module
 from mpkit.boost.grad_freeze.strategy import full_steps
 from mpkit.data import data_dir
 from mpkit.replay.percent import percent
-from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view import Choice, Sheet, view
 from mpkit.view.sheet import linear, names
 
 COMPARED = ("none", "less_bn", "freezing", "O1", "O1 tuned")
 PROMISED = {"O1": 1.2, "O2": 1.3}  # what MindSpore's documents say
 GROUPS = 10  # of stages, in the network that was measured
 CYCLE = 18  # steps that are shown one by one: a whole cycle of the tuned strategy
-ORDERS = {0: "0 continuous", 1: "1 interleaved"}
 PARTS = {  # of a step: role and hatch
     "forward": ("zero/0.6", False),
     "batch_norm": ("subnormal/0.9", True),
@@ -77,8 +76,7 @@ def odds(boost: AutoBoost) -> np.ndarray:
 class Effect(NamedTuple):
     """What a configuration does: a step takes `step` of the time of one without boost, NaN where nobody measured it.
 
-    `trained` is the one of `COMPARED` that it is, "" for none: its time was measured as a whole. That of others is
-    mixed from the measured steps of each freeze index.
+    `trained` is the one of `COMPARED` that it is, "" for none.
     """
 
     boost: AutoBoost
@@ -90,15 +88,9 @@ class Effect(NamedTuple):
 def effect(boost: AutoBoost) -> Effect:
     """What a configuration does, with times from the stored benchmark."""
     same = [n for n in COMPARED if (p := preset(n)).active == boost.active and strategy(p) == strategy(boost)]
-    trained, share = same[0] if same else "", odds(boost)
-    if trained:  # O2 in one process trains what O1 trains; its steps were timed on their own
-        step = relative_time("O2" if (boost.level, trained) == ("O2", "O1") else trained)
-    elif set(boost.active) <= {"less_bn", "grad_freeze"}:
-        network = "O1" if "less_bn" in boost.active else "plain"
-        step = float(share @ [relative_time(f"{network} index {v}") for v in range(GROUPS)])
-    else:
-        step = math.nan
-    return Effect(boost, share, step, trained)
+    trained = same[0] if same else ""
+    timed = "O2" if (boost.level, trained) == ("O2", "O1") else trained  # one process trains what O1 trains
+    return Effect(boost, odds(boost), relative_time(timed) if trained else math.nan, trained)
 
 
 @cache
@@ -132,46 +124,29 @@ def stages() -> tuple[list[str], list[bool], int]:
     mode=[*MODES],
     less_bn="less_bn",
     grad_freeze="grad_freeze",
-    adasum="adasum",
-    grad_accumulation="grad_accumulation",
-    own="freezing of your own",
-    full=Range(0, 1, 0.05, "full steps"),
-    kind=Choice(ORDERS, "freeze_type"),
     compare=[*COMPARED],
     beside=Choice({name: name for name in COMPARED}, "with"),
 )
-def levels(
-    see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False, adasum=False, grad_accumulation=False,
-    own=False, full=0.7, kind=1, compare="O1", beside="none",
-) -> None:  # fmt: skip
+def levels(see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False, compare="O1", beside="none") -> None:
     """A boost configuration of your own beside one that was measured, on the ResNet-18 of the benchmark.
 
     Numbers: `active inactive removed odds speedup frozen` (share of the steps, per stage), `trained` (which measured
     configuration it is), and `steps` (2, 18, 4), what the first steps of the two compared spend on each part.
     """
-    switches = {"less_bn": less_bn, "grad_freeze": grad_freeze, "adasum": adasum}
-    switches |= {"grad_accumulation": grad_accumulation}
-    config: dict[str, Any] = {"boost": {"mode": mode, **(switches if mode == "manual" else {})}}
-    freezes = AutoBoost(level, config).flags["grad_freeze"]
-    if own and freezes:
-        config["grad_freeze"] = {"freeze_p": full, "freeze_type": kind}
-    this, other = effect(AutoBoost(level, config)), effect(preset(compare))
-    see.idle = {*(switches if mode != "manual" else ()), *(() if freezes else ("own",))}
-    see.idle |= set() if own and freezes else {"full", "kind"}
-    rows = sorted((compare, beside), key=COMPARED.index)
-    steps = np.array([first_steps(name) for name in rows])
-
+    switches = {"less_bn": less_bn, "grad_freeze": grad_freeze}
+    see.idle = set() if mode == "manual" else {*switches}
+    this = effect(AutoBoost(level, {"boost": {"mode": mode, **(switches if mode == "manual" else {})}}))
+    other, rows = effect(preset(compare)), sorted((compare, beside), key=COMPARED.index)
+    steps, frozen = np.array([first_steps(name) for name in rows]), _frozen(this)
+    thinned = "less_bn" in this.boost.active
     see.grid(590, 980, rows=(410, 180), cols=(1.25, 1))
     _field(see, this, compare)
-    frozen = _frozen(this)
-    _stages(see, frozen, _frozen(other), "less_bn" in this.boost.active, compare)
+    _stages(see, frozen, _frozen(other), thinned, compare)
     _steps(see, rows, steps)
 
-    gone = sum(stages()[1]) if "less_bn" in this.boost.active else 0
-    told = [_told(this), _told(other)]
+    gone, told = sum(stages()[1]) if thinned else 0, [_told(this), _told(other)]
     against = "" if other.trained == "none" or told[0] == told[1] else f"; that of {compare} is {told[1]}"
-    how = "measured" if this.trained else "computed from steps that were timed one by one"
-    speed = "speed was not measured" if math.isnan(this.step) else f"speed-up is {told[0]}, {how}{against}"
+    speed = f"speed-up is {told[0]}, measured{against}" if this.trained else "speed was not measured"
     stopped = "".join(f" Inactive: {what} ({reason})." for what, reason in this.boost.inactive)
     taken = " ".join(dict.fromkeys(f"{_steps_told(*row)}." for row in zip(rows, steps)))
     see.say(
@@ -190,12 +165,7 @@ def _frozen(of: Effect) -> np.ndarray:
 
 
 def _told(of: Effect) -> str:
-    return "not measured" if math.isnan(of.step) else f"{1 / of.step:.2f}"
-
-
-def _mean_told(trained: str) -> str:
-    seeds = accuracies(trained)
-    return f"{np.mean(seeds):.1f} ± {np.std(seeds, ddof=1):.1f}" if seeds else "not measured"
+    return f"{1 / of.step:.2f}"
 
 
 def _accuracy_told(trained: str) -> str:
@@ -204,7 +174,8 @@ def _accuracy_told(trained: str) -> str:
         return "Its accuracy was not measured."
     difference = np.mean(np.subtract(seeds, accuracies("none")))
     against = "" if trained == "none" else f", {difference:+.1f} points against no boost"
-    return f"Its accuracy on the digits is {_mean_told(trained)} %{against} (mean of {len(seeds)} seeds)."
+    mean = f"{np.mean(seeds):.1f} ± {np.std(seeds, ddof=1):.1f}"
+    return f"Its accuracy on the digits is {mean} %{against} (mean of {len(seeds)} seeds)."
 
 
 def _steps_told(name: str, parts: np.ndarray) -> str:

@@ -15,7 +15,7 @@ from mpkit import networks
 from mpkit.boost import FreezeOpt, GradientFreeze, LessBN
 from mpkit.boost.grad_freeze import expected_saving, stage_costs
 from mpkit.data import digits
-from mpkit.lessons.boost import ORDERS, stages
+from mpkit.lessons.boost import stages
 from mpkit.optimizers import centralized
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, view
@@ -23,6 +23,7 @@ from mpkit.view.parts import tenths
 from mpkit.view.sheet import Panel, linear, names
 
 STEPS = 120
+ORDERS = {0: "0 continuous", 1: "1 interleaved"}
 Layers = Sequence[tuple[str, str]]
 
 

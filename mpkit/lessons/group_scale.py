@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
 from mpkit.data import digits
-from mpkit.formats import E5M2, FP16, FP32, FloatFormat
-from mpkit.rounding import quantize, round_to
+from mpkit.formats import E5M2, FP16
+from mpkit.lessons.failure import sigmoids
+from mpkit.rounding import round_to
 from mpkit.view import Choice, Range, Sheet, view
 from mpkit.view.parts import tenths
 from mpkit.view.sheet import LINES, exponents, linear, log2, names
@@ -26,71 +27,6 @@ WAYS = ("one scale", "scale per group")
 
 
 # ---- the network and its gradients
-class DeepSigmoid(nn.Module):
-    """64 inputs, 4 groups of `depth` sigmoid layers, 10 outputs; gradients in any format, one loss scale or four.
-
-    A sigmoid passes on at most a quarter of the gradient that it receives, so the groups' gradients differ by powers
-    of two. Everything is computed in float32; gradients are rounded to `fmt` wherever an operation hands them on.
-    """
-
-    def __init__(self, depth: int, way: str = "scale per group", fmt: FloatFormat = FP32, scale: float = 1.0) -> None:
-        super().__init__()
-        self.fmt, self.together = fmt, way == "one scale"
-        layers = [nn.Linear(a, b) for a, b in pairwise([64, *[WIDTH] * (GROUPS * depth), 10])]
-        self.layers = nn.ModuleList(layers)
-        self.groups = [layers[a:b] for a, b in pairwise([*range(0, depth * GROUPS, depth), len(layers)])]
-        owned = [[p for layer in group for p in layer.parameters()] for group in self.groups]
-        self.manager = GroupLossScaleManager(scale, [[*chain(*owned)]] if self.together else owned, max_scale=LARGEST)
-        self.seen: list[list[Tensor]] = [[] for _ in self.groups]
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, 1, 8, 8) images -> (N, 10) logits."""
-        self.seen = [[] for _ in self.groups]
-        x = images.flatten(1).clone().requires_grad_()
-        for i, group in enumerate(self.groups):
-            x = x if self.together and i else self.manager(x, i, i + 1)
-            for layer in group:
-                weight, bias = self._handed_on(layer.weight, i), self._handed_on(layer.bias, i)
-                x = self._handed_on(nn.functional.linear(self._handed_on(x, i), weight, bias), i)
-                x = self._handed_on(torch.sigmoid(x) if layer.out_features == WIDTH else x, i)
-        last = len(self.manager.scales)
-        return self.manager(x, last, last + 1)
-
-    def _handed_on(self, x: Tensor, group: int) -> Tensor:
-        self.seen[group].append(x)
-        return quantize(x, FP32, self.fmt)
-
-    def gradients(self) -> list[Tensor]:
-        """Per group, all values of its weights' gradients."""
-        every = ([p.grad for layer in group for p in layer.parameters()] for group in self.groups)
-        return [torch.cat([g.flatten() for g in grads if g is not None]) for grads in every]
-
-
-def deep_sigmoid(depth: int, way: str = "scale per group", fmt: FloatFormat = FP32, scale: float = 1.0) -> DeepSigmoid:
-    """The network of the lesson, always with the same weights."""
-    torch.manual_seed(0)
-    return DeepSigmoid(depth, way, fmt, scale)
-
-
-def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
-    """The digits in `DISTINCT` batches of `BATCH` images, over and over."""
-    images, labels = digits("train", size=8)
-    parts = list(zip(images.split(BATCH), labels.split(BATCH)))[:DISTINCT]
-    return [parts[step % DISTINCT] for step in range(steps)]
-
-
-def surviving(net: DeepSigmoid, true: DeepSigmoid) -> list[float]:
-    """Per group, the share of the gradient values that are not zero in `true` and not zero in `net` either."""
-    return [float((g[t != 0] != 0).float().mean()) for g, t in zip(net.gradients(), true.gradients())]
-
-
-def train_step(net: DeepSigmoid, images: Tensor, labels: Tensor) -> Tensor:
-    """Forward, backward from 1, unscale; -> (groups,) bool, which of the manager's groups overflowed."""
-    net.zero_grad()
-    nn.functional.cross_entropy(net(images), labels).backward()
-    return net.manager.unscale_and_update_()
-
-
 class GradientTrace(NamedTuple):
     """What the true gradients of a run look like.
 
@@ -103,20 +39,37 @@ class GradientTrace(NamedTuple):
     values: tuple[tuple[Tensor, ...], ...]
 
 
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """The digits in `DISTINCT` batches of `BATCH` images, which the steps take over and over."""
+    images, labels = digits("train", size=8)
+    return list(zip(images.split(BATCH), labels.split(BATCH)))[:DISTINCT]
+
+
 @lru_cache(maxsize=8)
-def gradient_trace(depth: int, steps: int = STEPS) -> GradientTrace:
-    """True gradients of the network at its initial weights, over `steps` batches."""
-    net = deep_sigmoid(depth)
+def gradient_trace(depth: int) -> GradientTrace:
+    """True gradients, at its first weights, of a network of 4 groups of `depth` sigmoid layers, and an output layer.
+
+    A sigmoid passes on at most a quarter of the gradient that it receives, so the groups' gradients differ by powers
+    of two.
+    """
+    torch.manual_seed(0)
+    network = sigmoids(GROUPS * depth, WIDTH)
+    parameters = list(network.parameters())
+    ends = [*range(0, GROUPS * depth, depth), GROUPS * depth + 1]  # of the layers of each group; the last has one more
     largest, values = [], []
-    for images, labels in batches(min(steps, DISTINCT)):
-        loss = nn.functional.cross_entropy(net(images), labels)
-        grads = iter(torch.autograd.grad(loss, [x for seen in net.seen for x in seen], retain_graph=True))
-        largest.append([max(float(next(grads).abs().max()) for _ in seen) for seen in net.seen])
-        net.zero_grad()
-        loss.backward()
-        values.append(tuple(v.abs()[v != 0] for v in net.gradients()))
-    every = np.resize(np.array(largest), (steps, GROUPS))  # weights stay, so the batches' gradients come again
-    return GradientTrace(every, tuple(values))
+    for images, labels in batches():
+        start = images.flatten(1).requires_grad_()
+        between = [*accumulate(network[1:], lambda x, layer: layer(x), initial=start)]
+        loss = nn.functional.cross_entropy(between[-1], labels)
+        found = torch.autograd.grad(loss, [*between, *parameters])
+        flow, own = found[: len(between)], found[len(between) :]
+        groups = [
+            (flow[2 * a : 2 * b + 1], own[2 * a : 2 * b]) for a, b in pairwise(ends)
+        ]  # layer k is from 2k to 2k+2
+        largest.append([max(float(g.abs().max()) for g in chain(*group)) for group in groups])
+        every = (torch.cat([g.flatten() for g in weights]).abs() for _, weights in groups)
+        values.append(tuple(v[v != 0] for v in every))
+    return GradientTrace(np.resize(np.array(largest), (STEPS, GROUPS)), tuple(values))
 
 
 class ScaleRun(NamedTuple):
