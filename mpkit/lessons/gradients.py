@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -24,14 +23,14 @@ MOMENTS = (0, 60, 240, 720)
 KINDS = ("activations", "weights")
 FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn")
 SCALES = np.arange(-8, 31)
-FIRST, LAST, LEAST = -46, 26, -150  # exponents on screen; the outermost bars hold all beyond; below every float32
+FIRST, LAST = -46, 26  # exponents on screen; the outermost bars hold all beyond
 TALLEST = 25.1  # percent: the highest bar of all histograms; axes and rings stand above it
 
 
 # ---- numbers
 @cache
 def gradients_of_digits() -> dict[tuple[int, str], np.ndarray]:
-    """Magnitudes of the non-zero gradients of a training on the digits, float32, ascending, at four moments.
+    """Magnitudes of the non-zero gradients of a training on the digits, ascending, at four moments.
 
     The perceptron 784-128-128-10, batch 64, SGD with rate 0.1; "activations" are the gradients that flow back between
     the layers, "weights" those of the parameters. Trained in float64, so that processors differ by 1e-13 and no value
@@ -62,30 +61,11 @@ def _gradients(network: Network, images: Tensor, labels: Tensor) -> list[np.ndar
     parameters = list(network.parameters())
     found = torch.autograd.grad(F.cross_entropy(between[-1], labels), [*between[1:], *parameters])
     parts = found[: -len(parameters)], found[-len(parameters) :]
-    every = (torch.cat([g.flatten() for g in part]).abs().float() for part in parts)
+    every = (torch.cat([g.flatten() for g in part]).abs().float().double() for part in parts)
     return [np.sort(values[values > 0].numpy()) for values in every]
 
 
-class Limits(NamedTuple):
-    """Where a format loses values, exactly: the largest magnitude that rounds to 0, the smallest that rounds to a
-    normal number, and the smallest that does not fit."""
-
-    lost: float
-    normal: float
-    overflow: float
-
-
-@cache
-def limits_of(fmt: FloatFormat) -> Limits:
-    """Half the smallest subnormal, half a gap below the smallest normal, half a gap above the largest number."""
-    edge = np.float32(min(fmt.overflow_edge, float(np.finfo(np.float32).max)))
-    fits = not fmt.edge_overflows or fmt.overflow_edge > edge
-    overflow = float(np.nextafter(edge, np.float32(np.inf)) if fits else edge)
-    return Limits(fmt.zero_up_to, fmt.min_normal - fmt.zero_up_to, overflow)
-
-
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """What becomes of gradient values at one scale (shares of the non-zero values, 0 to 1)."""
 
     lost: float
@@ -94,11 +74,16 @@ class Shares:
     overflow: float
 
 
+def ends_of(fmt: FloatFormat) -> tuple[float, float, float]:
+    """The ends of what rounds to 0, to a subnormal, and to any number of the format."""
+    return fmt.zero_up_to, fmt.min_normal - fmt.zero_up_to, fmt.overflow_edge
+
+
 def shares_at(magnitudes: np.ndarray, scale: float, fmt: FloatFormat) -> Shares:
     """What becomes of ascending magnitudes, multiplied by a power of two and rounded to `fmt`."""
-    below = np.searchsorted(magnitudes, limits_of(fmt).lost / scale, side="right")
-    ends = np.searchsorted(magnitudes, np.array(limits_of(fmt)[1:]) / scale, side="left")
-    parts = np.diff([0, *np.maximum.accumulate([below, *ends]), len(magnitudes)])
+    ties = "right", "left", "left" if fmt.edge_overflows else "right"  # to even, which 0 and the smallest normal are
+    below = [np.searchsorted(magnitudes, end / scale, side) for end, side in zip(ends_of(fmt), ties)]
+    parts = np.diff([0, *np.maximum.accumulate(below), len(magnitudes)])
     return Shares(*(parts / len(magnitudes)).tolist())
 
 
@@ -110,7 +95,7 @@ def recommended_exponent(magnitudes: np.ndarray, fmt: FloatFormat) -> int:
     unscaled = shares_at(magnitudes, 1.0, fmt)
     if unscaled.lost + unscaled.subnormal < 1e-6:
         return 0
-    return math.floor(math.log2(limits_of(fmt).overflow) - math.log2(magnitudes[-1])) - 1
+    return math.floor(math.log2(fmt.overflow_edge) - math.log2(magnitudes[-1])) - 1
 
 
 def heights(values: np.ndarray, exponent: int) -> np.ndarray:
@@ -141,8 +126,7 @@ def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0
     histogram at every scale is sent at once, so that the scale is dragged without asking the kernel.
     """
     course, bars, best = _picture(moment, kind, fmt)
-    limits = limits_of(get_format(fmt))
-    ends = np.log2([limits.lost, limits.normal, limits.overflow])
+    ends = np.log2(ends_of(get_format(fmt)))
     see.grid(480, 960, rows=(1.7, 1), cols=(1.6, 1))
     see.play("exponent", "loss scale, 2 to the", len(SCALES), every=150, first=int(SCALES[0]))
     see.buttons["Highest safe scale"] = {"exponent": int(np.clip(best, SCALES[0], SCALES[-1]))}
