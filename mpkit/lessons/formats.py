@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from fractions import Fraction
-from itertools import chain, islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -15,7 +12,7 @@ import torch
 from mpkit.formats import FORMATS, FP16, FloatFormat, get_format
 from mpkit.rounding import round_to
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
-from mpkit.view.answers import nearest, read_exactly
+from mpkit.view.answers import read_number
 from mpkit.view.parts import edges, prediction, regions
 from mpkit.view.sheet import Panel, log2, names, power_of_two, space
 
@@ -26,18 +23,6 @@ KIND_ROLES = {"normal": "normal", "subnormal": "subnormal", "zero": "zero", "inf
 
 
 # ---- numbers
-def to_odd(near: float, exact: Fraction) -> float:
-    """A float from which any narrower format is rounded as from the number itself: where a float does not hold it, the
-    one of its two neighbours whose last bit is odd.
-
-    Source:  S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding
-             to odd", IEEE Transactions on Computers 57 (2008) 462.
-    """
-    if not math.isfinite(near) or Fraction(near) == exact or Fraction(near) / Fraction(math.ulp(near)) % 2:
-        return near
-    return math.nextafter(near, math.inf if exact > Fraction(near) else -math.inf)
-
-
 def store(value: float, fmt: FloatFormat) -> int:
     """The pattern of a number in a format, rounded to nearest even, overflow by the format's own rule."""
     return int(fmt.encode(round_to(torch.tensor(value, dtype=torch.float64), fmt)))
@@ -63,19 +48,18 @@ def neighbour(pattern: int, fmt: FloatFormat, up: bool) -> int | None:
     return None if fmt.fields(beside % (2 * sign)).kind == "nan" or (beside ^ pattern) & sign else beside
 
 
-def beyond(pattern: int, fmt: FloatFormat, up: bool) -> Iterator[float]:
-    """The values beyond that of a pattern, one after the other, upwards or downwards."""
-    at = neighbour(pattern, fmt, up)
-    while at is not None:
-        yield value_of(at, fmt)
-        at = neighbour(at, fmt, up)
-
-
 def around(value: float, fmt: FloatFormat, low: float, high: float, most: int = 60) -> list[float]:
     """The values of a format within a window, at most `most` on each side of the stored one, ascending."""
     first = store(min(max(value, low, -fmt.max), high, fmt.max), fmt)
-    sides = (takewhile(lambda v: low <= v <= high, islice(beyond(first, fmt, up), most)) for up in (False, True))
-    return sorted(v for v in (value_of(first, fmt), *chain(*sides)) if low <= v <= high)
+    found = {value_of(first, fmt)}
+    for up in (False, True):
+        at: int | None = first
+        for _ in range(most):
+            at = None if at is None else neighbour(at, fmt, up)
+            if at is None or not low <= (beside := value_of(at, fmt)) <= high:
+                break
+            found.add(beside)
+    return sorted(v for v in found if low <= v <= high)
 
 
 def bits_kept(fmt: FloatFormat, exponent: int) -> int:
@@ -106,31 +90,32 @@ def format_rows() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def everywhere(near: float, exact: Fraction) -> list[dict[str, Any]]:
-    """The same real number in every format, a row each."""
+def everywhere(number: float) -> list[dict[str, Any]]:
+    """The same number in every format, a row each."""
     rows = []
     for fmt in map(get_format, NAMES):
         row = {"format": fmt.name, "value": "no NaN", "pattern, hex": "", "kind": "", "relative error": ""}
-        if fmt.has_nan or not math.isnan(near):
-            pattern = store(to_odd(near, exact), fmt)
+        if fmt.has_nan or not math.isnan(number):
+            pattern = store(number, fmt)
             value = value_of(pattern, fmt)
-            off = nearest(abs(Fraction(value) / exact - 1)) if math.isfinite(value) and exact else abs(value - near)
+            off = abs(value - number) / (abs(number) or 1)
             row |= {"value": f"{value:.9g}", "pattern, hex": f"{pattern:0{-(-fmt.bits // 4)}x}"}
             row |= {"kind": fmt.fields(pattern).kind, "relative error": f"{off:.2g}" if math.isfinite(off) else ""}
         rows.append(row)
     return rows
 
 
-def read(number: str, fmt: FloatFormat) -> tuple[float, Fraction, int]:
-    """(nearest float, the number itself, its pattern); nan(0x7e01) stands for one NaN. Raises ValueError."""
+def read(number: str, fmt: FloatFormat) -> tuple[float, int]:
+    """(the number, its pattern); nan(0x7e01) stands for one NaN. Raises ValueError."""
     payload = re.fullmatch(r"nan\((0x[0-9a-f]+)\)", number)
-    near, exact = (math.nan, Fraction(0)) if payload else read_exactly(number)
-    if math.isnan(near) and not fmt.has_nan:
+    value = math.nan if payload else read_number(number)
+    if math.isnan(value) and not fmt.has_nan:
         raise ValueError(f"{fmt.name} has no NaN; choose another format or another number")
+    if value == 0 and re.search("[1-9]", re.split("[eE^*]", number)[0]):
+        raise ValueError(f"{number} lies below every format here; the smallest number of fp32 is 2^-149")
     pattern = int(payload[1], 16) if payload else -1
-    if 0 <= pattern < 2**fmt.bits and fmt.fields(pattern).kind == "nan":
-        return near, exact, pattern
-    return near, exact, store(to_odd(near, exact), fmt)
+    known = 0 <= pattern < 2**fmt.bits and fmt.fields(pattern).kind == "nan"
+    return value, pattern if known else store(value, fmt)
 
 
 # ---- sixteen bits that can be pressed
@@ -145,16 +130,16 @@ def bits(see: Sheet, fmt="fp16", number="0.1", pinned="bf16") -> None:
     Numbers: `value pattern gap below above error`, the last ones NaN where there are none.
     """
     form = get_format(fmt)
-    near, exact, pattern = read(number, form)
+    near, pattern = read(number, form)
     value, fields = value_of(pattern, form), form.fields(pattern)
-    for label, up in (("Next value up", True), ("Next value down", False)):
-        beside = neighbour(pattern, form, up)
+    sides = {"below": neighbour(pattern, form, False), "above": neighbour(pattern, form, True)}
+    for label, beside in (("Next value up", sides["above"]), ("Next value down", sides["below"])):
         if beside is not None:
             see.buttons[label] = {"number": written(beside, form)}
     see.buttons["Change sign"] = {"number": written(pattern ^ 1 << form.bits - 1, form)}
     wide = max(18, form.bits + 2)
     see.grid(490, rows=(1.1, 1.1, 1.5), least=min(620, 28 * wide + 20))  # a finger hits boxes of 24 pixels
-    see.rows = everywhere(near, exact)
+    see.rows = everywhere(near)
     _bit_row(see.panel(bare=True, x=space(0, wide), y=space(-1.4, 1.9)), form, pattern)
     shown = value if math.isfinite(value) else math.copysign(form.max, value)  # beyond the end its last number
     _whole_format(see, form, shown, fields.kind == "nan")
@@ -167,16 +152,13 @@ def bits(see: Sheet, fmt="fp16", number="0.1", pinned="bf16") -> None:
         empty.text(f"{value} has no neighbours to round to", 0.5, 0.6, size=13)
         return see.say(f"{number} in {fmt} is {value} (bits {told}).", **found)
     gap = found["gap"] = form.ulp(shown)
-    _neighbours(see, form, pinned, (shown, near, number), gap, see.was.get("gap", math.nan))
+    _neighbours(see, form, pinned, (shown, near, number), gap)
     if fields.kind == "inf":
         return see.say(f"{number} in {fmt} is {value} (bits {told}): the largest number is {form.max:g}.", **found)
-    sides = {name: neighbour(pattern, form, up) for name, up in (("below", False), ("above", True))}
-    found |= {name: value_of(p, form) for name, p in sides.items() if p is not None}
-    off, digits = Fraction(value) - exact, 9 if form.fraction_bits > 20 else 7
-    found["error"] = abs(nearest(off))
-    error = f"off by {nearest(off):.3g}" if nearest(off) else "off by less than 1e-300" if off else "exactly"
-    if math.isinf(near) or math.isinf(nearest(off)):
-        error = "off by more than 1e300" if exact else f"{fmt} has no inf"
+    found |= {name: value_of(p, form) for name, p in sides.items() if p is not None} | {"error": abs(value - near)}
+    digits = 9 if form.fraction_bits > 20 else 7
+    error = f"off by {value - near:.3g}" if value != near else "exactly"
+    error = f"{fmt} has no inf" if math.isinf(near) else error
     kind = "zero" if fields.kind == "zero" else f"a {fields.kind} number"
     below, above = ("none" if p is None else f"{found[name]:.{digits}g}" for name, p in sides.items())
     head = f"{number} in {fmt} is {value!r} ({error}), {kind}: bits {told}"
@@ -238,7 +220,7 @@ def _whole_format(see: Sheet, form: FloatFormat, value: float, nan: bool) -> Non
         whole.handle("x", "power", now, least, most, "power of two of the number", **grip)
 
 
-def _neighbours(see: Sheet, form: FloatFormat, pinned: str, asked: Any, gap: float, before: float) -> None:
+def _neighbours(see: Sheet, form: FloatFormat, pinned: str, asked: Any, gap: float) -> None:
     """The values around the number in two formats. The window is as wide for an odd as for the even exponent field
     below it, so that flipping the last bit of the exponent doubles the gaps that the reader sees."""
     value, near, number = asked
@@ -267,13 +249,9 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, asked: Any, gap: flo
         text = "its nearest values" if len(values) > 60 else text
         line.text(text, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
     away = -1 if math.copysign(1, value) < 0 else 1  # from zero, where one ulp ends at the next number
-    both = [("gap before", before, "reference")] if math.isfinite(before) and before != gap else []
-    for row, (name, size, role) in enumerate([*both, ("gap now", gap, "own")]):
-        y, end = 1.28 - 0.22 * row, min(max(value + away * size, low), high)
-        cut = ", wider than this picture" if end != value + away * size else ""
-        bar = {"fill": f"{role}/0.5", "edge": role, "label": name, "told": f"{size:.4g}", "quiet": True}
-        line.boxes([value], [y - 0.07], [end], [y + 0.07], **bar)
-        line.text(f"{name}: {size:.4g}{cut}", value, y, color=role, halo=True, beside=-6 * away)
+    look = {"fill": "own/0.5", "edge": "own", "label": "gap", "told": f"{gap:.4g}", "quiet": True}
+    line.boxes([value], [1.21], [value + away * gap], [1.35], **look)
+    line.text(f"gap: {gap:.4g}", value, 1.28, color="own", halo=True, beside=-6 * away)
     at = min(max(near, low), high)
     words = f"asked for {number if len(number) <= 18 else f'about {near:.9g}'}"
     if at != near:  # its name on the side that has room
