@@ -14,11 +14,11 @@ from torch import Tensor
 from mpkit.formats import FloatFormat, get_format
 from mpkit.lessons.formats import store
 from mpkit.replay.percent import percent
-from mpkit.rounding import MODES, round_to, ulp
+from mpkit.rounding import MODES, round_to
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
 from mpkit.view.answers import read_number
 from mpkit.view.parts import prediction
-from mpkit.view.sheet import linear, log2, names
+from mpkit.view.sheet import linear, names
 from mpkit.view.words import counted
 
 NARROW = ["fp16", "bf16", "e5m2", "e4m3fn", "e3m2", "e2m3", "e2m1"]
@@ -99,32 +99,20 @@ def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> No
     results = {mode: float(round_to(wide[0], form, mode)) for mode in EXACT}
     reached = [float(v) for v in round_to(wide[1:], form)]  # beyond the largest number what the format has in its place
     chance = (x - left) / gap if reached[0] != reached[1] else float(negative)
-    _rows(see, form, (x, left, right), results, reached, chance, negative)
+    odds = {v: p for v, p in zip(reached, (1 - chance, chance)) if p}
+    _rows(see, form, (x, left, right), results, odds, negative)
     grip: dict[str, Any] = {"cross": -0.75, "step": 1 / 32, "note": f"{x:.7g}"}
     grip |= {"base": 1, "slope": -1} if negative else {}
     see.panels[0].handle("x", "offset", offset, 0, 1, "distance above the lower neighbour, ulp", **grip)
     see.buttons["Halfway"] = {"offset": 0.5}
-
-    others = [end for end in (left, right) if end != x]  # numbers are told in as many digits as tell x from these
-    digits = next((d for d in range(7, 17) if all(f"{x:.{d}g}" != f"{end:.{d}g}" for end in others)), 17)
-    told = {v: f"{v:.{digits}g}" for v in (x, left, right, *results.values(), *reached)}
-    odds = "above 0.9999" if f"{chance:.5g}" == "1" else f"{chance:.5g}"
-    drawn = f"{told[reached[1]]} with probability {odds}"
-    if reached[0] == reached[1] or chance in (0, 1):
-        drawn = f"{told[reached[bool(chance)]]} always"
-    place = f"lies between {told[left]} ({_parity(left, form)}) and {told[right]} ({_parity(right, form)}) of {fmt}"
-    if abs(x) > form.max:
-        place = f"lies beyond {sign * form.max:.{digits}g}, the last number of {fmt}"
-    elif x in (left, right):
-        place = f"is a number of {fmt} ({_parity(x, form)})"
-    listed = ", ".join(f"{mode} {told[v]}" for mode, v in results.items())
+    ends = " and ".join(f"{v:.8g} ({_parity(v, form)})" for v in (left, right))
+    told = {mode: f"{v:.8g}" for mode, v in results.items()}
+    told["stochastic"] = " or ".join(f"{v:.8g} ({percent(p, 1)})" for v, p in odds.items())
     see.say(
-        f"{told[x]} {place}: {listed}; stochastic gives {drawn}.",
+        f"{x:.8g}, between {ends} in {fmt}: {', '.join(f'{mode} {result}' for mode, result in told.items())}.",
         x=x, left=left, right=right, results=results, chance=chance,
     )  # fmt: skip
-    off = {m: (v - x) / gap if v != x else 0.0 for m, v in results.items()}
-    see.rows = [{"mode": m, "result": told[v], "error, ulp": f"{off[m]:.3g}"} for m, v in results.items()]
-    see.rows += [{"mode": "stochastic", "result": drawn, "error, ulp": "0 on average"}]
+    see.rows = [{"mode": mode, "result": result} for mode, result in told.items()]
 
 
 def _parity(value: float, fmt: FloatFormat) -> str:
@@ -132,10 +120,9 @@ def _parity(value: float, fmt: FloatFormat) -> str:
     return "too large" if abs(value) > fmt.max else "odd" if store(value, fmt) & 1 else "even"
 
 
-def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, reached: Any, chance: float, minus: bool) -> None:
+def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[float, float], minus: bool) -> None:
     """One row for each mode with an arrow to its result, the last one with the odds of stochastic rounding."""
     x, left, right = place
-    at, out = (x - left) / (right - left), -0.06 if minus else 1.06  # inf and NaN lie beyond what is too large
     see.grid(380)
     axis = linear("position between the two neighbours, ulp", -0.3, 1.3, 6)
     rows = names([mode.replace("_", " ") for mode in [*results, "stochastic"]], down=True, bare=False) | {"hi": -1.7}
@@ -143,21 +130,23 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, reached: Any,
     for edge, value in ((0, left), (1, right)):
         panel.rule("x", edge, "ink", width=1.6)
         panel.text(f"{value:.7g}\n{_parity(value, form)}", edge, -1.2, size=13, beside=8 if edge else -8)
-    for row, result in enumerate(results.values()):
+
+    def put(row: int, result: float, share: float) -> float:
+        """Mark where a result lies, inf and NaN beyond what is too large; its place."""
         fits = math.isfinite(result)
-        end, color = ((result - left) / (right - left), "reference") if fits else (out, "overflow")
-        if end != at:
-            panel.arrow((at, row), (end, row), color, width=2.2)
-        panel.points([row], [end], color, size=6)
-        if not fits:
-            panel.text(f"{result:g}", end, row, color=color, beside=-10 if minus else 10)
-    for side, (odds, result) in enumerate(zip((1 - chance, chance), reached)):
-        over = odds > 0 and not math.isfinite(result)
-        end, color, words = (out, "overflow", f"{percent(odds)} {result:g}") if over else (side, "ink", percent(odds))
-        if odds:
-            size = 2 + 6 * math.sqrt(odds)
-            panel.points([len(results)], [end], "overflow" if over else "reference", size=size)
-        panel.text(words, end, len(results), color=color, beside=14 if side else -14)
+        end = (result - left) / (right - left) if fits else -0.06 if minus else 1.06
+        beside = 14 if end > 0.5 else -14
+        color, words = ("reference", "") if fits else ("overflow", f"{result:g} ")
+        panel.points([row], [end], color, size=2 + 6 * math.sqrt(share))
+        panel.text(words + (percent(share) if row == len(results) else ""), end, row, color=color, beside=beside)
+        return end
+
+    at = (x - left) / (right - left)
+    for row, result in enumerate(results.values()):
+        if (end := put(row, result, 0.5)) != at:
+            panel.arrow((at, row), (end, row), "reference" if math.isfinite(result) else "overflow", width=2.2)
+    for result, share in odds.items():
+        put(len(results), result, share)
     panel.rule("x", at, "own", dash=":", width=1.4)
 
 
@@ -168,44 +157,21 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, reached: Any,
     span=Range(-8, 6, label="shown up to 2 to the"),
 )
 def staircase(see: Sheet, fmt="e3m2", mode="nearest_even", span=2) -> None:
-    """Rounded against exact value, and the ulp against the magnitude. Numbers: `x y magnitudes ulps values`."""
+    """Rounded against exact value. Numbers: `x y`, and `values`, all of the format that are shown."""
     form, limit = get_format(fmt), 2.0**span
-    x = np.linspace(-limit, limit, 4097)
+    x = np.linspace(-limit, limit, 1025)
     y = round_to(torch.from_numpy(x), form, mode, overflow="saturate").numpy()
-    magnitudes = limit * 2.0 ** (np.arange(-640, 0) / 64)  # the powers of two themselves are among them
-    ulps = ulp(torch.from_numpy(magnitudes), form).numpy()
-    every = form.values()
-    count = len(every[every.isfinite() & (every.abs() <= limit)].unique())  # 0 and -0 are one step
-    see.grid(380, cols=(1.15, 1))
+    every = form.values().unique().double().numpy()
+    values = np.unique(every[np.abs(every) <= limit])  # 0 and -0 are one step
+    see.grid(380, 620)
     across = linear("x", -limit, limit, 4)
     up = linear("rounded x", -1.1 * limit, 1.1 * limit, 4) | {"ticks": across["ticks"]}
-    stairs = see.panel(title="rounding is a staircase", x=across, y=up)
+    stairs = see.panel(title="rounding is a staircase; a step is one ulp high", x=across, y=up)
     stairs.line([-limit, limit], [-limit, limit], "reference", dash=":", width=1.4, label="exact")
-    at = _corners(y)[:: 2 if len(_corners(y)) > 2400 else 1]
-    stairs.line(y[at], x[at], label="rounded")
-    low, high, held = math.log2(ulps.min()), math.log2(ulps.max()), magnitudes <= form.max  # beyond it is no step
-    right = log2("magnitude", span - 10, span, 2), log2("ulp", low - 1, high + 1)
-    gaps = see.panel(0, 1, title="a step is one ulp high", x=right[0], y=right[1])
-    at = _corners(ulps[held])
-    gaps.line(np.log2(ulps[at]), np.log2(magnitudes[at]), "normal", label="ulp")
-    if not held.all():
-        largest = math.log2(form.max)
-        gaps.rule("x", largest, "muted", dash=":")
-        beside = 6 if largest < span - 4 else -6  # where there is room
-        gaps.text("largest number", largest, low - 0.5, beside=beside, color="muted", halo=True)
-    grown = f"grows from 2^{low:g} to 2^{high:g}" if low != high else f"stays 2^{low:g}"
-    end = f"2^{span}" if limit <= form.max else f"{form.max:g}, the largest number"
-    see.say(
-        f"{fmt}, {mode}: {counted(count, 'value')} within ±2^{span}. Between the magnitudes 2^{span - 10} and {end}, "
-        f"the ulp {grown}.",
-        x=x, y=y, magnitudes=magnitudes, ulps=ulps, values=count,
-    )  # fmt: skip
-
-
-def _corners(values: np.ndarray) -> np.ndarray:
-    """Where a staircase changes, with both ends: all that a line needs."""
-    changes = np.flatnonzero(np.diff(values))
-    return np.unique(np.concatenate([[0], changes, changes + 1, [len(values) - 1]]))
+    stairs.line(y, x, label="rounded")
+    steps = np.diff(values)
+    told = f" The lowest step is {steps.min():.4g} high, the highest {steps.max():.4g}." if len(steps) else ""
+    see.say(f"{fmt}, {mode}: {counted(len(values), 'value')} within ±2^{span}.{told}", x=x, y=y, values=values)
 
 
 # ---- weights that grow by tiny updates

@@ -46,9 +46,9 @@ def test_ties_and_the_end_of_the_format():
 
 
 def test_stairs_have_the_values_of_the_format():
-    assert staircase(fmt="e2m1", span=3).numbers["values"] == len(E2M1.values()) == 15
+    assert len(staircase(fmt="e2m1", span=3).numbers["values"]) == len(E2M1.values()) == 15
     seen = staircase(fmt="e3m2", span=2).numbers
-    assert set(seen["y"]) == {v for v in get_format("e3m2").values().tolist() if abs(v) <= 4}
+    assert {*seen["y"]} == {*seen["values"]} == {v for v in get_format("e3m2").values().tolist() if abs(v) <= 4}
     down, zero = (staircase(mode=m).numbers for m in ("down", "toward_zero"))
     assert (down["y"][down["x"] > 0] == zero["y"][zero["x"] > 0]).all()
     assert (down["y"] != zero["y"]).any()
