@@ -49,23 +49,6 @@ def situation_of(name: str, steps: int = STEPS) -> np.ndarray:
     }[name]
 
 
-def parting(scales: np.ndarray) -> tuple[int, int, int]:
-    """(step, rule, rule) where two rules that had gone together first use another scale; step -1 where none does.
-
-    Of several such pairs the one whose scales lie furthest apart in the end. `scales` is (steps, rules).
-    """
-    with np.errstate(divide="ignore"):
-        powers = np.nan_to_num(np.log2(scales), nan=-200.0, posinf=200.0, neginf=-200.0)
-    changed = np.flatnonzero((powers != powers[:, :1]).any(axis=1))
-    if not len(changed):
-        return -1, 0, 1
-    step = int(changed[0])
-    low = int(powers[step].argmin())
-    others = np.flatnonzero(powers[step] != powers[step, low])
-    far = int(others[np.abs(powers[:, others] - powers[:, [low]]).mean(axis=0).argmax()])
-    return step, min(low, far), max(low, far)
-
-
 def ending(raised_at: int, final: float) -> str:
     """How a rule ends, in a word or two."""
     return f"stops at step {raised_at}" if raised_at >= 0 else exponent(final)
@@ -77,9 +60,10 @@ def ending(raised_at: int, final: float) -> str:
     interval=Range(2, 200, label="growth interval, steps"),
     together="all start at the same scale",
     start=Range(4, 24, label="that start, 2 to the"),
+    beside=Choice({name: name for name in ZOO if name != "torch"}, "beside torch"),
     step=(0, STEPS - 1),
 )
-def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16, step=STEPS - 1) -> None:
+def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16, beside="megatron", step=STEPS - 1) -> None:
     """All frameworks on one sequence of overflows, played step by step.
 
     Numbers: `scales` (steps, rules), `ceiling`, and for each rule `skipped lowest final raised_at`.
@@ -90,7 +74,7 @@ def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16, step
     bad = ~stopped & ~(np.nan_to_num(scales, nan=0.0) <= ceiling[:, None])
     lowest = np.fmin(done.lowest, done.final)  # the last decision may go below what was used
     see.idle = set() if together else {"start"}
-    _every_rule(see, scales, bad, ceiling, done.raised_at, done.final)
+    _every_rule(see, beside, scales, bad, ceiling, done.raised_at, done.final)
 
     counts, between = np.cumsum(bad, axis=0), "the rules have skipped between"
     span = [
@@ -120,23 +104,19 @@ def _who(skipped: np.ndarray, count: int) -> str:
     return f"{count} ({who[0] if len(who) == 1 else f'{len(who)} rules, such as {who[0]}'})"
 
 
-def _every_rule(see: Sheet, scales: Any, bad: Any, ceiling: Any, raised: Any, final: Any) -> None:
-    """Above, the two rules that differ first; below, every rule under the same ceiling, with those that do the same."""
+def _every_rule(see: Sheet, beside: str, scales: Any, bad: Any, ceiling: Any, raised: Any, final: Any) -> None:
+    """Above, torch's rule and another; below, every rule under the same ceiling, with those that do the same."""
     alike = dict[tuple[bytes, int], list[int]]()
     for i in range(len(ZOO)):
         alike.setdefault((scales[:, i].tobytes(), int(raised[i])), []).append(i)
-    columns = 6
+    columns, first, second = 6, ZOO.index("torch"), ZOO.index(beside)
     rows = -(-len(alike) // columns)
     see.grid(300 + 96 * rows, 1000, rows=(3.2, *[1] * rows), cols=(1,) * columns)
     see.play("step", "step", STEPS, every=60)
     low, high = fitted(scales, ceiling)  # a line cut off would look like a floor or a cap
-    top = see.keep("ceiling", exponents(ceiling, low, high))
-    at, first, second = parting(scales)
-    apart = f"rules differ first at step {at}: here are {ZOO[first]} and {ZOO[second]}"
+    top, overflows = exponents(ceiling, low, high), bool(np.isfinite(ceiling).any())
     x = linear("step", 0, STEPS - 1, 8)
-    title = apart if at >= 0 else "no two rules differ here"
-    main = see.panel(colspan=columns, title=title, x=x, y=log2("loss scale", low, high))
-    overflows = bool(np.isfinite(ceiling).any())
+    main = see.panel(colspan=columns, title=f"torch and {beside}", x=x, y=log2("loss scale", low, high))
     if overflows:
         main.band(top, high, label="here it would overflow", step="mid")
 
@@ -149,10 +129,8 @@ def _every_rule(see: Sheet, scales: Any, bad: Any, ceiling: Any, raised: Any, fi
             look = {"since": [int(raised[i])], "show": "upto", "label": "the rule raises an error"}
             panel.points(exponents(final[i : i + 1], low, high), [int(raised[i])], "ink", size=4, **look)
 
-    for i, color, dash in ((first, "own", None), (second, "zero", "--")):
-        draw(main, i, color, 4, True, width=2.4, dash=dash)
-    if at >= 0:
-        main.rule("x", at, "muted", dash=":")
+    draw(main, first, "own", 4, True, width=2.4)
+    draw(main, second, "zero", 4, True, width=2.4, dash="--")
     small = linear("", 0, STEPS - 1, 2) | {"blank": True}, log2("", low, high) | {"blank": True, "ticks": []}
     for k, same in enumerate(alike.values()):
         i = next((j for j in same if j in (first, second)), same[0])
@@ -184,21 +162,16 @@ def naive(see: Sheet, start=16, loss=2.3, decay=0.0, ceiling=18) -> None:
     scale = np.array([*accumulate(losses[:-1].tolist(), naive_loss_ratio, initial=2.0**start)])
     torch = simulate(np.full(SPAN, 2.0**ceiling), preset("torch", init_scale=2.0**start, growth_interval=20)).sampled
     _two_rules(see, scale, torch[:, 0], losses, start, ceiling)
-
-    lost, over = np.flatnonzero(scale < 2.0**-24), np.flatnonzero(scale > 2.0**ceiling)
-    if len(over) and not (len(lost) and lost[0] < over[0]):
-        fate = f"from step {over[0]} on inf goes into the weights"
-    elif len(lost):
-        fate = f"from step {lost[0]} on it is below 2^-24, the smallest number of float16"
-    elif scale[-1] == scale[0]:
-        fate = "it rests, because it lies between the loss and twice the loss"
-    else:
-        fate = "nothing has ended the training yet"
-    falls = f" that falls by {100 * decay:.2g} % a step" if decay else ""
+    ends = {"inf goes into the weights": scale > 2.0**ceiling, "it is below every number of float16": scale < 2.0**-24}
+    first = {what: int(when.argmax()) for what, when in ends.items() if when.any()}
+    fate = "it rests between the loss and twice the loss" if scale[-1] == scale[0] else "nothing has ended the training"
+    if first:
+        what = min(first, key=lambda name: first[name])
+        fate = f"from step {first[what]} on {what}"
     see.say(
-        f"The naive rule starts at 2^{start}, with a loss of {loss:.4g}{falls}. At step {SPAN - 1} its scale is "
-        f"{exponent(float(scale[-1]))}: {fate}. The scale of torch's rule is {exponent(float(torch[-1, 0]))} then. "
-        f"The ceiling is 2^{ceiling}.",
+        f"The naive rule starts at 2^{start}, with a loss of {loss:.4g} that falls by {100 * decay:.2g} % a step. At "
+        f"step {SPAN - 1} its scale is {exponent(float(scale[-1]))}: {fate}. The scale of torch's rule is "
+        f"{exponent(float(torch[-1, 0]))} then. The ceiling is 2^{ceiling}.",
         scale=scale, torch=torch[:, 0], losses=losses,
     )  # fmt: skip
 

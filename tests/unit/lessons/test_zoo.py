@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mpkit.lessons.zoo import SITUATIONS, STEPS, ZOO, naive, parting, zoo, zoo_policy
+from mpkit.lessons.zoo import SITUATIONS, STEPS, ZOO, naive, zoo, zoo_policy
 from mpkit.policies import advance, initial, naive_loss_ratio, preset, run
 from mpkit.view.words import words
 
@@ -43,14 +43,6 @@ def test_the_sentence_walks_with_the_steps():
     view = zoo()
     view.go(0)
     assert "1 steps shown every rule has skipped 0" in view.sentence
-
-
-def test_the_two_rules_shown_differ_first():
-    seen = zoo().numbers["scales"]
-    at, first, second = parting(seen)
-    assert (seen[:at] == seen[:at, :1]).all()
-    assert seen[at, first] != seen[at, second]
-    assert parting(np.ones((5, 3))) == (-1, 0, 1)
 
 
 def test_what_the_lesson_says_of_the_rules():
