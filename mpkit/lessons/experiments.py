@@ -78,32 +78,22 @@ def chosen(left_out: list[int]) -> dict[str, Mapping[str, Any]]:
     return cells
 
 
-def made_by(now: Mapping[str, Any]) -> str:
-    """Whose runs Run would make."""
-    return "your network" if now["run"] else str(now["network"])
-
-
 def running(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Make what is missing of the chosen cells, one run after the other; what was made before is kept."""
     given = now()
-    name, cells = made_by(given), chosen(given["left_out"])
-    run, folder = given["run"] or NETWORKS[name], Path(given["folder"] or own_folder()) / name
+    name, cells, seeds = given["network"], chosen(given["left_out"]), given["seeds"]
+    asked: dict[str, Any] = {"baseline": "float32", "folder": Path(own_folder()) / name, "progress": lambda *_: False}
     while True:
-        asked: dict[str, Any] = {"baseline": "float32", "folder": folder, "progress": lambda *_: False}
-        found = experiment(run, cells, seeds=given["seeds"], **asked)
-        left = missing(found, list(cells), given["seeds"])
-        yield {"results": found, "made": name, "progress": 1 - left / (len(cells) * given["seeds"])}
-        if not found.stopped or not left:
+        found = experiment(NETWORKS[name], cells, seeds=seeds, **asked)
+        yield {"results": found, "made": name, "progress": 1 - missing(found, list(cells), seeds) / len(cells) / seeds}
+        if not found.stopped:
             return
 
 
 def missing(results: Results | None, cells: list[str], seeds: int) -> int:
-    """Runs that are neither finished nor failed."""
-    if results is None:
-        return len(cells) * seeds
-    there = {(name, seed) for name in cells if name in results.labels for seed in results.values(name, "run_seconds")}
-    there |= {(label, seed) for label, seed in results.failures}
-    return sum((name, seed) not in there for name in cells for seed in range(seeds))
+    """Runs that are not finished."""
+    there = [seed for name in cells for seed in _values(results, name)] if results else []
+    return len(cells) * seeds - sum(seed < seeds for seed in there)
 
 
 # ---- the view
@@ -118,21 +108,18 @@ def missing(results: Results | None, cells: list[str], seeds: int) -> int:
 )
 def own_experiment(
     see: Sheet, network="perceptron", recorded_seeds=10, seeds=5, one="float32", other="fp16 O2, scaled", seed=0,
-    step=1, left_out=[], results: Results | None = None, made: str | None = None, run: Any = None,
-    folder: str | None = None,
+    step=1, left_out=[], results: Results | None = None, made: str | None = None,
 ) -> None:  # fmt: skip
     """Recorded runs until Run is pressed; then the reader's own, as they arrive.
 
     Stop ends after the current run, and Run goes on with the missing runs; a run is made once, whatever cells and seeds
-    are chosen later. Of the recorded runs the first `recorded_seeds` are shown. `run` is a function of the reader's own
-    in place of the three networks, `left_out` the numbers of the cells that are not ticked. Numbers: `results losses`
-    (of the two that are compared), `left`, the runs that Run would make.
+    are chosen later. Of the recorded runs the first `recorded_seeds` are shown. `left_out` are the numbers of the cells
+    that are not ticked. Numbers: `results losses` (of the two that are compared), `left`, the runs that Run would make.
     """
     cells, shown = chosen(left_out), results or recorded().first(recorded_seeds)
     losses = {name: loss for name in dict.fromkeys((one, other)) if len(loss := _loss(shown, name, seed))}
-    name = made_by({"run": run, "network": network})
-    left = missing(results if made == name else None, list(cells), seeds)
-    see.idle = ({"network"} if run else set()) | ({"recorded_seeds"} if results else set())
+    left = missing(results if made == network else None, list(cells), seeds)
+    see.idle = {"recorded_seeds"} if results else set()
     see.buttons = ({"Run": running} if left else {}) | ({"Show recorded runs": {"results": None}} if results else {})
     title = f"your runs: {made}" if results else f"recorded: perceptron, {counted(recorded_seeds, 'seed')}"
 
@@ -143,15 +130,12 @@ def own_experiment(
     _accuracies(see, shown, cells, left_out, title)
     _two_losses(see, losses, seed, steps)
 
-    make = f"Run would now make {counted(left, 'run')} of {name}." if left else f"All these runs of {name} are made."
-    if not steps:
-        pair = " or ".join(dict.fromkeys((one, other)))
-        at: Any = f"From seed {seed} there is no run of {pair}."
-    else:
-        at = [_at(i, losses, seed) for i in range(steps)]
-    see.say(f"{{found}} {{at}} {make}", found=_found(shown, cells, title), at=at, results=shown, left=left,
-            losses=losses)  # fmt: skip
+    at: Any = [_at(i, losses, seed) for i in range(steps)] or f"From seed {seed} there is no run of {one} or {other}."
+    verdicts = shown.summary("accuracy")["verdict"]
     ends = {label: _interval(shown, label) for label in cells}
+    found = "; ".join(f"{n} {ends[n][1]:.1f}, {verdicts[n]}" if n in verdicts else f"{n} not yet" for n in cells)
+    make = f"Run would now make {counted(left, 'run')} of {network}." if left else f"All runs of {network} are made."
+    see.say(f"{title}. Accuracy in percent: {found}. {{at}} {make}", at=at, results=shown, left=left, losses=losses)
     see.rows = [
         {"cell": label, "runs": len(_values(shown, label))}
         | {f"{k}, %": None if math.isnan(v) else round(v, 1) for k, v in zip(("from", "accuracy", "to"), ends[label])}
@@ -159,14 +143,13 @@ def own_experiment(
     ]
 
 
-def _values(results: Results, name: str) -> list[float]:
-    there = name in results.labels and "accuracy" in results.metrics
-    return [*results.values(name, "accuracy").values()] if there else []
+def _values(results: Results, name: str) -> dict[int, float]:
+    """The accuracy of each seed."""
+    return results.values(name, "accuracy") if name in results.labels else {}
 
 
 def _interval(results: Results, name: str) -> tuple[float, float, float]:
-    there = name in results.labels and "accuracy" in results.metrics
-    return results.interval(name, "accuracy") if there else (math.nan,) * 3
+    return results.interval(name, "accuracy") if name in results.labels else (math.nan,) * 3
 
 
 def _loss(results: Results, name: str, seed: int) -> np.ndarray:
@@ -178,7 +161,7 @@ def _loss(results: Results, name: str, seed: int) -> np.ndarray:
 
 def _accuracies(see: Sheet, results: Results, cells: Mapping[str, Any], left_out: list[int], title: str) -> None:
     """Every chosen cell as its runs arrive; a press on a row chooses it or leaves it out."""
-    values = [_values(results, name) if name in cells else [] for name in CELLS]
+    values = [[*_values(results, name).values()] if name in cells else [] for name in CELLS]
     ends = [_interval(results, name) if name in cells else (math.nan,) * 3 for name in CELLS]
     told, every = [f"{'☑' if name in cells else '☐'} {name}" for name in CELLS], np.arange(len(CELLS))
     x = axis("accuracy on the test digits, percent", [v for a, b in zip(values, ends) for v in (*a, *b)])
@@ -191,10 +174,8 @@ def _accuracies(see: Sheet, results: Results, cells: Mapping[str, Any], left_out
 
 
 def _two_losses(see: Sheet, losses: Mapping[str, np.ndarray], seed: int, steps: int) -> None:
-    seen = np.concatenate([*losses.values(), np.empty(0)])
-    seen = seen[np.isfinite(seen)] if np.isfinite(seen).any() else np.array([2.5])
-    low, high = 1.05 * min(seen.min(), 0.0), 1.05 * max(seen.max(), 0.0)
-    x, y = linear("step", 0, max(steps, 1), 4), linear("loss, nats", low, high if high > low else 1.0, 5)
+    high = max((float(loss[np.isfinite(loss)].max(initial=0)) for loss in losses.values()), default=0) or 2.5
+    x, y = linear("step", 0, max(steps, 1), 4), linear("loss, nats", 0, 1.05 * high, 5)
     panel = see.panel(0, 1, title=f"{('no run', 'one run', 'two runs')[len(losses)]} from seed {seed}", x=x, y=y)
     for (name, loss), look in zip(losses.items(), LINES):
         panel.line(loss, np.arange(1, len(loss) + 1), width=2, label=name, ghost=True, tag=True, **look)
@@ -203,29 +184,5 @@ def _two_losses(see: Sheet, losses: Mapping[str, np.ndarray], seed: int, steps: 
 
 
 def _at(i: int, losses: Mapping[str, np.ndarray], seed: int) -> str:
-    here = {name: loss[i] for name, loss in losses.items() if i < len(loss)}
-    told = [f"{name} {loss:.3f}" if np.isfinite(loss) else f"{name} not finite" for name, loss in here.items()]
+    told = [f"{name} {loss[i]:.3f}" for name, loss in losses.items() if i < len(loss)]
     return f"Loss at step {i + 1} from seed {seed}: {', '.join(told)}."
-
-
-def _found(results: Results, cells: Mapping[str, Any], title: str) -> str:
-    """Mean and verdict of each cell, and what became of its runs without a number."""
-    if "accuracy" not in results.metrics:
-        why = "no run has returned an accuracy" if len(results) else "no run is finished yet"
-        failed = next(iter(results.failures.values()), why).strip().splitlines()[-1]
-        return f"{title}: {failed}."
-    verdicts = results.summary("accuracy")["verdict"]
-    return f"{title}. Accuracy in percent: {'; '.join(f'{n} {_verdict(results, n, verdicts.get(n))}' for n in cells)}."
-
-
-def _verdict(results: Results, name: str, verdict: str | None) -> str:
-    if verdict is None:
-        return "not among these runs"
-    runs, mean = results.values(name, "run_seconds"), results.interval(name, "accuracy")[1]
-    failed = sum(label == name for label, _ in results.failures)
-    strange = len(runs) - int(np.isfinite([*results.values(name, "accuracy").values()]).sum())
-    done = counted(failed + len(runs), "run")
-    lost = [f"{n} of {done} {what}" for n, what in ((failed, "failed"), (strange, "gave no finite number")) if n]
-    if np.isnan(mean):
-        return " and ".join(lost) or "none yet"
-    return f"{mean:.1f}, {verdict}" + (f" ({' and '.join(lost)})" if lost else "")

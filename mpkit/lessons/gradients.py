@@ -81,7 +81,7 @@ def ends_of(fmt: FloatFormat) -> tuple[float, float, float]:
 
 def shares_at(magnitudes: np.ndarray, scale: float, fmt: FloatFormat) -> Shares:
     """What becomes of ascending magnitudes, multiplied by a power of two and rounded to `fmt`."""
-    ties = "right", "left", "left" if fmt.edge_overflows else "right"  # to even, which 0 and the smallest normal are
+    ties: tuple[Any, ...] = "right", "left", "left" if fmt.edge_overflows else "right"  # 0 and 2^n are even
     below = [np.searchsorted(magnitudes, end / scale, side) for end, side in zip(ends_of(fmt), ties)]
     parts = np.diff([0, *np.maximum.accumulate(below), len(magnitudes)])
     return Shares(*(parts / len(magnitudes)).tolist())

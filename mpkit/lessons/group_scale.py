@@ -55,17 +55,15 @@ def gradient_trace(depth: int) -> GradientTrace:
     torch.manual_seed(0)
     network = sigmoids(GROUPS * depth, WIDTH)
     parameters = list(network.parameters())
-    ends = [*range(0, GROUPS * depth, depth), GROUPS * depth + 1]  # of the layers of each group; the last has one more
-    largest, values = [], []
+    ends = [*range(0, GROUPS * depth, depth), GROUPS * depth + 1]  # of the groups, in linear layers
+    layers, largest, values = [*network][1:], [], []
     for images, labels in batches():
         start = images.flatten(1).requires_grad_()
-        between = [*accumulate(network[1:], lambda x, layer: layer(x), initial=start)]
+        between = [*accumulate(layers, lambda x, layer: layer(x), initial=start)]
         loss = nn.functional.cross_entropy(between[-1], labels)
         found = torch.autograd.grad(loss, [*between, *parameters])
         flow, own = found[: len(between)], found[len(between) :]
-        groups = [
-            (flow[2 * a : 2 * b + 1], own[2 * a : 2 * b]) for a, b in pairwise(ends)
-        ]  # layer k is from 2k to 2k+2
+        groups = [(flow[2 * a : 2 * b + 1], own[2 * a : 2 * b]) for a, b in pairwise(ends)]
         largest.append([max(float(g.abs().max()) for g in chain(*group)) for group in groups])
         every = (torch.cat([g.flatten() for g in weights]).abs() for _, weights in groups)
         values.append(tuple(v[v != 0] for v in every))

@@ -106,7 +106,7 @@ def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> No
     see.panels[0].handle("x", "offset", offset, 0, 1, "distance above the lower neighbour, ulp", **grip)
     see.buttons["Halfway"] = {"offset": 0.5}
     ends = " and ".join(f"{v:.8g} ({_parity(v, form)})" for v in (left, right))
-    told = {mode: f"{v:.8g}" for mode, v in results.items()}
+    told: dict[str, str] = {mode: f"{v:.8g}" for mode, v in results.items()}
     told["stochastic"] = " or ".join(f"{v:.8g} ({percent(p, 1)})" for v, p in odds.items())
     see.say(
         f"{x:.8g}, between {ends} in {fmt}: {', '.join(f'{mode} {result}' for mode, result in told.items())}.",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpkit.experiment.statistics import more_seeds, paired
+from mpkit.lessons import experiments
 from mpkit.lessons.experiments import CELLS, NETWORKS, own_experiment, recorded
 from mpkit.view.words import words
 
@@ -23,6 +24,14 @@ def without(*names):
 
 
 TWO = without("float32", "fp16 O2")
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """Every network is trained in no time, in a folder of the test's own."""
+    for name in NETWORKS:
+        monkeypatch.setitem(NETWORKS, name, fake)
+    monkeypatch.setattr(experiments, "own_folder", lambda: str(tmp_path))
 
 
 def ran(view):
@@ -58,10 +67,10 @@ def test_means_and_verdicts_of_the_recorded_runs(count):
     assert len(view.numbers["losses"]["float32"]) == 144
 
 
+@pytest.mark.usefixtures("quick")
 def test_runs_are_made_once_and_what_is_missing_is_told(tmp_path):
-    view = own_experiment(run=fake, left_out=TWO, other="fp16 O2", seeds=2, folder=str(tmp_path))
+    view = own_experiment(left_out=TWO, other="fp16 O2", seeds=2)
     assert view.numbers["left"] == 4
-    assert "network" in view.sheet.idle
     ran(view)
     assert view.numbers["left"] == 0
     assert "Run" not in view.sheet.buttons  # nothing is offered that is made already
@@ -77,27 +86,22 @@ def test_runs_are_made_once_and_what_is_missing_is_told(tmp_path):
     assert "Loss at step 2 from seed 2: float32 3.000, fp16 O2 4.000." in view.sentence
     view.set(step=100)  # as the longer recorded runs allow
     assert "Loss at step 3 from seed 2: " in view.sentence
+    view.set(one="freezing", other="centralized")
+    assert "there is no run of freezing or centralized" in view.sentence
+    view.set(network="LeNet-5")  # it has runs of its own
+    assert view.numbers["left"] == 6
+    assert "your runs: LeNet-5" in ran(view).sentence
     view.press("Show recorded runs")
     assert "recorded: perceptron" in view.sentence
 
 
-def test_a_stopped_experiment_keeps_what_is_made_and_goes_on(tmp_path):
-    view = own_experiment(run=fake, left_out=TWO, seeds=3, folder=str(tmp_path))
+@pytest.mark.usefixtures("quick")
+def test_a_stopped_experiment_keeps_what_is_made_and_goes_on():
+    view = own_experiment(left_out=TWO, seeds=3)
     view.listeners.append(view.stop)  # at once: the run that goes on is finished all the same
     for left in (5, 4):
         ran(view)
         assert view.numbers["left"] == left
-
-
-def test_each_network_has_runs_of_its_own(monkeypatch, tmp_path):
-    for name in ("perceptron", "LeNet-5"):
-        monkeypatch.setitem(NETWORKS, name, fake)
-    view = own_experiment(left_out=TWO, seeds=1, folder=str(tmp_path))
-    for name in ("perceptron", "LeNet-5"):
-        view.set(network=name)
-        assert view.numbers["left"] == 2
-        ran(view)
-        assert f"your runs: {name}" in view.sentence
 
 
 def test_a_press_on_a_row_chooses_its_cell_and_two_cells_are_needed():
@@ -111,40 +115,6 @@ def test_a_press_on_a_row_chooses_its_cell_and_two_cells_are_needed():
     rows = next(m for p in view.sheet.panels for m in p.marks if m.get("sets"))
     view.set(**rows["sets"][3])
     assert view.params["left_out"] == []
-
-
-def strange(seed, level, dtype, scaler, boost):
-    """Runs that end in every way: a number, no number, an error in one seed or in all; losses that are no numbers."""
-    if boost == "grad_freeze" or (dtype == "e5m2" and seed == 1):
-        raise RuntimeError("no layer\nto freeze")
-    if dtype == "e5m1":
-        return {"accuracy": math.nan, "loss": [2.0, math.inf, math.nan]}
-    if boost == "grad_centralization":
-        return {"accuracy": 50.0, "loss": [math.nan] * 3}
-    return {"accuracy": 80.0 + seed + (level == "O2"), "loss": [0.0] * 3 if dtype == "bf16" else [2.0, -1.0, -3.0]}
-
-
-def test_each_cell_is_told_with_what_became_of_its_runs(tmp_path):
-    view = ran(own_experiment(run=strange, seeds=3, folder=str(tmp_path)))
-    for told in (
-        "float32 81.0, baseline; fp16 O2 82.0, better;",
-        "e5m2 O2, scaled 82.0, better (1 of 3 runs failed);",
-        "e5m1 O2, scaled 3 of 3 runs gave no finite number; freezing 3 of 3 runs failed;",
-    ):
-        assert told in view.sentence
-    view.set(one="e5m1 O2, scaled", other="float32", step=2)
-    assert ": e5m1 O2, scaled not finite, float32 -1.000." in view.sentence
-    for one in CELLS:
-        view.set(one=one)
-        assert view.png()
-    view.set(one="freezing", other="freezing")
-    assert "there is no run of freezing" in view.sentence
-    assert view.numbers["left"] == 0  # failed runs are made, too
-
-
-def test_results_without_an_accuracy_are_told(tmp_path):
-    view = ran(own_experiment(run=lambda seed, **cell: {"score": 1.0}, left_out=TWO, seeds=1, folder=str(tmp_path)))
-    assert "no run has returned an accuracy" in view.sentence
 
 
 @pytest.mark.slow
