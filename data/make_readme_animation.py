@@ -28,13 +28,13 @@ def main() -> None:
     frames = []
     with sync_playwright() as tool, tempfile.TemporaryDirectory() as folder:
         browser = tool.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        tab = browser.new_page(viewport={"width": view.spec["width"] + 16, "height": 700})
+        tab = browser.new_page(viewport={"width": view.view.sheet.size[0] + 16, "height": 700})
         file = Path(folder) / "page.html"
         file.write_text(page([view]))
         tab.goto(file.as_uri())
         tab.wait_for_function("window.done && models.length")
         box = tab.locator(".mpk-stage").bounding_box()
-        clip = {"x": 0, "y": 0, "width": view.spec["width"] + 16, "height": box["y"] + box["height"]}
+        clip = {"x": 0, "y": 0, "width": view.view.sheet.size[0] + 16, "height": box["y"] + box["height"]}
         for step in STEPS:
             tab.evaluate(f"models[0].put('index', {step})")
             frames.append(Image.open(io.BytesIO(tab.screenshot(clip=clip))).convert("RGB"))

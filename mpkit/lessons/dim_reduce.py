@@ -212,7 +212,7 @@ def _plane(see: Sheet, seen: Trials, earlier: np.ndarray) -> None:
     across, up = seen.picture
     x, y = linear("along component 1", *across, 6), linear("along component 2", *up, 5)
     plane = see.panel(rowspan=2, title="loss on the plane, nats, and the paths", x=x, y=y)
-    _contours(see, plane, seen.picture)
+    _contours(plane, seen.picture)
     look: dict[str, Any] = {"dash": ":", "glyph": "s", "size": 2.5, "every": 10}
     plane.line(earlier[:, 1], earlier[:, 0], "reference", label="gradient descent", **look)
     x, y = seen.points.T
@@ -229,11 +229,11 @@ def _plane(see: Sheet, seen: Trials, earlier: np.ndarray) -> None:
     plane.points(y[:-1], x[:-1], "ink", fill="paper", size=5, show="at", label="weights now")
 
 
-def _contours(see: Sheet, plane: Panel, picture: tuple[tuple[float, float], ...]) -> None:
-    """Lines of equal loss, which never change and so travel once, with their values where the picture has room."""
+def _contours(plane: Panel, picture: tuple[tuple[float, float], ...]) -> None:
+    """Lines of equal loss, with their values where the picture has room."""
     low, high = np.array(picture).T
     for level, line in contours().items():
-        plane.line(see.keep(f"y{level}", line[:, 1]), see.keep(f"x{level}", line[:, 0]), "muted/0.75", width=0.9)
+        plane.line(line[:, 1], line[:, 0], "muted/0.75", width=0.9)
         places = line[((low + 1.5 < line) & (line < high - 1.5)).all(1)]
         if len(places):
             x, y = places[len(places) // 3].tolist()

@@ -1,7 +1,7 @@
-"""Pictures sent ahead: those of the other values of one parameter, so that dragging it asks the kernel nothing.
+"""How pictures travel: packed, and those of the other values of a parameter ahead, so that a drag asks nothing.
 
-They are the sheets of the same view at those values, and only what differs between them travels, compressed. The
-page puts the differences into the scene that it has; it computes nothing.
+These are the sheets of the same view at those values, and only what differs between them travels. The page puts the
+differences into the scene that it has; it computes nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 AT_MOST = 40
 """Values around the present one."""
@@ -52,38 +54,42 @@ def nearest(places: Sequence[float], now: float) -> list[float]:
     return sorted(places, key=lambda place: abs(place - now))[:AT_MOST]
 
 
-def packed(base: object, trees: Sequence[Any]) -> bytes:
-    """What differs between a tree of dicts, lists, numbers, words and bytes and others: [path, values], compressed.
+def packed(value: object) -> bytes:
+    """A tree of dicts, lists, words, numbers and arrays, compressed: the length of the text, the text, the arrays.
 
-    The text comes first, after its length in four bytes; {"b": [from, length]} in it stands for a part of the bytes
-    behind it.
+    {"f4": [from, length in bytes]} or {"u1": ...} in the text stands for an array; equal ones travel once.
     """
     store, where = bytearray(), dict[bytes, int]()
 
-    def told(value: object) -> object:
-        if isinstance(value, bytes):
-            if value not in where:
-                where[value] = len(store)
-                store.extend(value)
-            return {"b": [where[value], len(value)]}
+    def told(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            data = value.astype(value.dtype.newbyteorder("<")).tobytes()
+            if data not in where:
+                where[data] = len(store)
+                store.extend(data)
+            return {"u1" if value.dtype == np.uint8 else "f4": [where[data], len(data)]}
         if isinstance(value, dict):
             return {k: told(v) for k, v in value.items()}
         return [told(v) for v in value] if isinstance(value, list | tuple) else value
 
-    columns = [[path, told(values[1:])] for path, values in _differences([base, *trees], [])]
-    text = json.dumps(columns, separators=(",", ":")).encode()
-    return zlib.compress(len(text).to_bytes(4, "little") + text + store, 6)
+    text = json.dumps(told(value), separators=(",", ":"), allow_nan=False).encode()
+    return zlib.compress(len(text).to_bytes(4, "little") + text + store)
 
 
-def _differences(trees: Sequence[Any], path: list[Any]) -> Iterator[tuple[list[Any], Sequence[Any]]]:
-    first = trees[0]
-    if all(tree == first for tree in trees):
-        return
-    if isinstance(first, dict) and all(isinstance(t, dict) and t.keys() == first.keys() for t in trees):
+def differences(trees: Sequence[Any], path: Sequence[Any] = ()) -> Iterator[list[Any]]:
+    """[path, the values of all trees but the first] of what is not the same in all of them."""
+    first, kinds = trees[0], {type(tree) for tree in trees}
+    if kinds == {dict} and all(tree.keys() == first.keys() for tree in trees):
         for key in first:
-            yield from _differences([t[key] for t in trees], [*path, key])
-    elif isinstance(first, list) and all(isinstance(t, list) and len(t) == len(first) for t in trees):
+            yield from differences([tree[key] for tree in trees], [*path, key])
+    elif kinds == {list} and all(len(tree) == len(first) for tree in trees):
         for i in range(len(first)):
-            yield from _differences([t[i] for t in trees], [*path, i])
-    else:
-        yield path, trees
+            yield from differences([tree[i] for tree in trees], [*path, i])
+    elif not all(_same(tree, first) for tree in trees):
+        yield [list(path), trees[1:]]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray | dict | list):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.tobytes() == b.tobytes()
+    return type(a) is type(b) and a == b

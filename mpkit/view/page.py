@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from anywidget import AnyWidget
-from traitlets import Dict, Int, List, Unicode
+from traitlets import Bytes, Dict, Int, List, Unicode
 
 from mpkit.view import ahead
 from mpkit.view.controls import Choice, Inner, Range, Stroke
@@ -63,8 +63,7 @@ class Page(AnyWidget):
 
     _esm = HERE / "scene.js"
     _css = stylesheet()
-    spec = Dict().tag(sync=True)
-    kept = Dict().tag(sync=True)
+    spec = Bytes().tag(sync=True)
     controls: Any = List().tag(sync=True)
     tries: Any = List().tag(sync=True)
     state = Dict().tag(sync=True)
@@ -99,8 +98,7 @@ class Page(AnyWidget):
         view = self.view
         with view.lock, self.hold_sync():
             if view.drawings != self._seen:
-                spec = dict(view.sheet.spec())
-                self.kept, self.spec = spec.pop("kept"), spec
+                self.spec = ahead.packed(view.sheet.spec())
                 self._seen = view.drawings  # now, not before: an interrupt between the two would leave the picture old
             self.index, self.message = view.index, view.message
             table = {n: c for n, c in view.maker.controls.items() if not isinstance(c, Inner | Stroke)}
@@ -144,8 +142,8 @@ class Page(AnyWidget):
         with view.lock:
             if name not in self._moved():
                 return
-            shown = {"kept": self.kept, "spec": self.spec}
-            mark, places = ahead.positions(self.spec, self.controls, name)
+            shown = view.sheet.spec()
+            mark, places = ahead.positions(shown, self.controls, name)
             told: dict[str, Any] = {"name": name, "token": self._token(name), "full": self._token()}
             index, params, was = self.index, dict(view.params), view.numbers
         if mark and mark.get("gesture"):
@@ -157,9 +155,8 @@ class Page(AnyWidget):
         while left and time.monotonic() < end:
             place = left.pop(0)
             with contextlib.suppress(ValueError):  # the kernel says why when the reader asks for it
-                tree = dict(view.drawn(view.asked(*ahead.change(mark, name, place, index)), was).spec())
-                trees[place] = {"kept": tree.pop("kept"), "spec": tree}
-        data = ahead.packed(shown, [*trees.values()])
+                trees[place] = view.drawn(view.asked(*ahead.change(mark, name, place, index)), was).spec()
+        data = ahead.packed([*ahead.differences([shown, *trees.values()])])
         self.ahead = {**told, "values": [*trees], "whole": not left, "data": data}
 
     def set_state(self, sync_data: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float
 
 
 def gradients(see: Sheet, where: tuple[int, int], trace: Trace, scale: np.ndarray) -> None:
-    """Each step's recorded gradients times its scale (steps,), over the regions of float16; they travel once."""
+    """Each step's recorded gradients times its scale (steps,), over the regions of float16."""
     part, low, steps = trace.gradients, -32.0, np.arange(len(scale))
     share = 100 * part.total() / max(1, part.size.sum())
     rows = np.clip(np.searchsorted(trace.rows, steps, "right") - 1, 0, None)
@@ -49,8 +49,8 @@ def gradients(see: Sheet, where: tuple[int, int], trace: Trace, scale: np.ndarra
     x = linear("share, %", 0, 1.5 * share.max(), 3)  # the names of the regions stand right of all bars
     panel = see.panel(*where, title="gradients × scale", x=x, y=log2("gradient × scale, float16", low, top))
     regions(panel, "y", *edges(FP16), zero="become zero")
-    look: dict[str, Any] = {"axis": "y", "rows": see.keep("rows", rows), "shift": shift, "zones": zones(edges(FP16))}
-    shares = see.keep("shares", np.round(255 * share / share.max()).astype(np.uint8))  # a byte each
+    look: dict[str, Any] = {"axis": "y", "rows": rows, "shift": shift, "zones": zones(edges(FP16))}
+    shares = np.round(255 * share / share.max()).astype(np.uint8)  # a byte each
     look |= {"width": 1, "label": "share of the gradients, %", "quiet": True, "unit": share.max() / 255}
     panel.bars(shares, part.lowest + 0.5 + np.arange(part.bins), **look)
     known = np.flatnonzero(np.isfinite(trace.loss))

@@ -15,10 +15,7 @@ const on = (node, kinds, does, early) => { for (const kind of kinds.split(" ")) 
 const press = (parent, text, does) => on(html(parent, "button", { type: "button" }, text), "click", does);
 const html = element(null), svg = element("http://www.w3.org/2000/svg");
 
-// ---- numbers: a scalar stands for all items, nothing for their position, bytes for many (perhaps unaligned: copied)
-const bytes = (v) => v.buffer.slice(v.byteOffset, v.byteOffset + v.byteLength);
-const numbers = (v, kept) => (v?.ref ? numbers(kept[v.ref]) : v?.f4 ? placed(new Float32Array(bytes(v.f4)), v.u1) : v?.u1 ? new Uint8Array(bytes(v.u1)) : v);
-const placed = (few, at) => (at ? Float32Array.from(new Uint8Array(bytes(at)), (k) => few[k]) : few);
+// ---- numbers: a scalar stands for all items, nothing for their position
 const many = (a) => Array.isArray(a) || ArrayBuffer.isView(a);
 const at = (a, i) => (a == null ? i : many(a) ? a[min(i, a.length - 1)] : a);
 const length = (m) => max(0, ..."x y x0 y0 x1 y1 text".split(" ").map((k) => (many(m[k]) ? m[k].length : 0)));
@@ -33,20 +30,21 @@ const said = (v, axis) => axis.names?.[round(v)] ?? (axis.format === "log2" ? "2
 	: plain(axis.format === "log10" ? 10 ** v : v));
 
 // One item of a column of a sentence in words, exactly as `filled` in sheet.py writes it.
-const filled = (v, form, i, kept) => {
-	if (v?.words) return v.words[at(numbers(v.codes, kept), i)];
-	v = at(numbers(v, kept), i);
+const filled = (v, form, i) => {
+	if (v?.words) return v.words[at(v.codes, i)];
+	v = at(v, i);
 	if (typeof v === "string") return v;
 	if (Number.isNaN(v)) return "NaN";
 	if (!Number.isFinite(v)) return v > 0 ? "inf" : "-inf";
 	return form?.startsWith(".") ? v.toFixed(+form.slice(1, -1)) : (form === "2^" ? "2^" : "") + plain(v);
 };
-const sentence = ([template, columns], i, kept) => template.replace(/\{(\w+)(?::([^}]*))?\}/g, (_, name, form) => filled(columns[name], form, i, kept));
+const sentence = ([template, columns], i) => template.replace(/\{(\w+)(?::([^}]*))?\}/g, (_, name, form) => filled(columns[name], form, i));
 
-// What mpkit/view/ahead.py packed: [path, values] of all that differs.
+// What mpkit/view/ahead.py packed; floats may lie unaligned, and are copied.
 async function unpacked(data) {
 	const raw = await new Response(new Blob([data]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer(), end = 4 + new DataView(raw).getUint32(0, true);
-	return JSON.parse(new TextDecoder().decode(raw.slice(4, end)), (_, v) => (v?.b ? new Uint8Array(raw, end + v.b[0], v.b[1]) : v));
+	const array = (kind, [from, length]) => new kind(raw.slice(end + from, end + from + length));
+	return JSON.parse(new TextDecoder().decode(raw.slice(4, end)), (_, v) => (v?.f4 ? array(Float32Array, v.f4) : v?.u1 ? array(Uint8Array, v.u1) : v));
 }
 const replaced = (tree, [key, ...rest], v) => Object.assign(many(tree) ? [...tree] : { ...tree }, { [key]: rest.length ? replaced(tree[key], rest, v) : v });
 
@@ -180,7 +178,7 @@ const DRAW = {
 		return m.at === "index" ? (i, v) => place(v + p.first) : void place(m.at);
 	},
 	text(g, p, m) {
-		const nodes = [], fields = m.fields?.map((v) => numbers(v, p.kept));
+		const nodes = [], { fields } = m;
 		for (let k = 0; k < length(m); k++) {
 			const [x, y] = m.frame ? [p.left + at(m.x, k) * (p.right - p.left), p.bottom - at(m.y, k) * (p.bottom - p.top)] : [p.X(at(m.x, k)), p.Y(at(m.y, k))];
 			nodes.push(words(g, x + (m.dx ?? 0), y + (m.dy ?? 0), fields ? "" : at(m.text, k), { ...m, color: at(m.color ?? "ink", k) }));
@@ -219,13 +217,13 @@ function stacked(panels, height) {
 }
 
 // Where every panel lies; X and Y take data to pixels, backX and backY the way back.
-function arrange(spec, kept, width, ids, before) {
+function arrange(spec, width, ids, before) {
 	const { places, height } = width < NARROW ? stacked(spec.panels, spec.height) : { places: spec.panels.map((p) => p.place), height: spec.height };
 	return spec.panels.map((given, k) => {
 		const [up, right, down, left] = given.pad, [x0, x1, y0, y1] = places[k];
-		const marks = given.marks.map((m) => Object.fromEntries(Object.entries(m).map(([key, v]) => [key, numbers(v, kept)])));
+		const marks = given.marks.map((m) => ({ ...m, ...(m.type === "pen" && { y: m.y.slice() }) })); // which it draws into
 		for (const m of marks) if (m.ghost) m.was = before?.[k]?.marks.find((q) => q.label === m.label)?.y;
-		const p = { ...given, marks, ids, kept, height, wide: width * x1, first: spec.index?.first, real: true, off: 0 };
+		const p = { ...given, marks, ids, height, wide: width * x1, first: spec.index?.first, real: true, off: 0 };
 		Object.assign(p, { left: width * x0 + left, right: width * x1 - right, top: height * y0 + up, bottom: height * y1 - down });
 		if (given.equal) { // one unit is as long on both axes
 			const [wide, high] = [p.x, p.y].map((a) => abs(a.hi - a.lo)), unit = min((p.right - p.left) / wide, (p.bottom - p.top) / high);
@@ -299,7 +297,7 @@ function render({ model, el }) {
 	const player = part("player"), bar = part("bar"), form = part("form", {}, bar), presses = part("form", {}, bar), tries = part("form tries", { role: "group", "aria-label": "Try" });
 	const status = part("status", { role: "status" }), phrase = html(status, "span", { class: "mpk-said" }), word = html(status, "b"), more = html(root, "details");
 	const table = (html(more, "summary", {}, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
-	let spec, panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, slider, output, typed, button, fast, gone = false, late = 0, telling;
+	let scene, spec, turn = Promise.resolve(), panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, slider, output, typed, button, fast, gone = false, late = 0, telling;
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
 	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if it
@@ -351,10 +349,9 @@ function render({ model, el }) {
 		heard(() => model.save_changes());
 	}
 	async function arrived() {
-		const given = get("ahead"), base = { spec: get("spec"), kept: get("kept") };
+		const given = get("ahead");
 		if (given.full !== get("state").tokens[""]) return; // of one that has gone
-		const columns = await unpacked(bytes(given.data)); // others may arrive
-		sent.set(given.name, [...ready(given.name), { ...given, base, columns }]);
+		sent.set(given.name, [...ready(given.name), { ...given, base: scene, columns: await unpacked(given.data) }]);
 		if (given.name === near) want(near);
 	}
 	function choose(name, place, what, id = name, later = what) { // the kernel hears where it rests
@@ -381,7 +378,7 @@ function render({ model, el }) {
 		pick(m, k, d) {
 			const name = `${m.name} ${k}`;
 			if (!picks.has(name)) {
-				const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.name, tabindex: picks.size ? -1 : 0 }), fresh = () => get("spec").panels.flatMap((q) => q.marks).find((q) => q.sets && q.name === m.name); // after what was pressed before
+				const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.name, tabindex: picks.size ? -1 : 0 }), fresh = () => scene.panels.flatMap((q) => q.marks).find((q) => q.sets && q.name === m.name); // after what was pressed before
 				const pick = () => choose(m.name, k, { set: node.sets }, NaN, () => ({ set: fresh()?.sets[k] ?? {} }));
 				on(node, "click", pick);
 				on(node, "keydown", (e) => {
@@ -396,8 +393,8 @@ function render({ model, el }) {
 		},
 	};
 	function draw() {
-		if (!get("spec")?.panels) return;
-		spec = local?.spec ?? get("spec");
+		if (!scene) return;
+		spec = local ?? scene;
 		const width = max(spec.least, round(clamp(stage.clientWidth || spec.width, 280, 1.3 * spec.width)));
 		stage.style.overflowX = width > stage.clientWidth + 1 ? "auto" : "";
 		picture.replaceChildren();
@@ -405,7 +402,7 @@ function render({ model, el }) {
 		const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
 		svg(hatch, "path", { d: "M0 0V6", class: "hatching" });
 		svg(svg(defs, "marker", { id: ids + "t", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }), "path", { d: "M0 0L8 4L0 8z", class: "tip" });
-		panels = arrange(spec, { ...(local?.kept ?? get("kept")), ...spec.data }, width, ids, drag?.panels);
+		panels = arrange(spec, width, ids, drag?.panels);
 		const height = panels[0]?.height ?? spec.height;
 		for (const node of [picture, over]) set(node, { width, height, viewBox: `0 0 ${width} ${height}` });
 		moving = [];
@@ -437,7 +434,7 @@ function render({ model, el }) {
 		for (const step of moving) step(index, pos);
 		if (telling !== spec.says || telling.at !== index) { // the sentence walks, too; read out where it rests
 			(telling = spec.says).at = index;
-			phrase.textContent = raised(sentence(spec.says, index, { ...(local?.kept ?? get("kept")), ...spec.data })) + " ";
+			phrase.textContent = raised(sentence(spec.says, index)) + " ";
 			status.ariaLive = frame ? "off" : "polite";
 			if (!frame) picture.ariaLabel = phrase.textContent;
 		}
@@ -664,12 +661,13 @@ function render({ model, el }) {
 	function answered() { if (!rest && !waiting.length) local = null; draw(); }
 	on(more, "toggle", () => ask({ table: more.open }));
 	if (!stage.isConnected) requestAnimationFrame(draw); // its width is known then
-	const events = { "msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:ahead": arrived, "change:spec": answered, "change:index": () => { if (!frame && get("index") !== index) show(get("index")); },
+	const events = { "msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:ahead": arrived, "change:index": () => { if (!frame && get("index") !== index) show(get("index")); },
+		"change:spec": async () => { const given = get("spec"); scene = given.panels ? given : await unpacked(given); answered(); }, // without a kernel it is open
 		"change:controls": drawForm, "change:state": () => { showState(); want(near); }, "change:message": showMessage, "change:rows": showRows, "comm_live_update": lost };
-	for (const [name, handler] of Object.entries(events)) model.on(name, handler);
+	for (const [name, does] of Object.entries(events)) // in turn, as unpacking takes a moment
+		model.on(name, events[name] = (...given) => { turn = turn.then(() => does(...given)).catch(reportError); });
 	const size = new ResizeObserver(() => { hideStill(); if (panels.length && abs(stage.clientWidth - size.last) > 2) draw(); size.last = stage.clientWidth; });
-	draw(); drawForm(); showMessage();
-
+	for (const name of ["spec", "controls", "message"]) events["change:" + name]();
 	size.last = stage.clientWidth;
 	size.observe(stage);
 	return () => { size.disconnect(); cancelAnimationFrame(frame); clearTimeout(timer); for (const [name, handler] of Object.entries(events)) model.off(name, handler); };

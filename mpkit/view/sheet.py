@@ -39,15 +39,11 @@ LINES: list[dict[str, Any]] = [
 DIFFERENT = [look | {"glyph": glyph} for look, glyph in zip(LINES, GLYPHS)]
 """The same with a glyph of its own for each."""
 
-KINDS = ("line", "band", "points", "boxes", "bars", "rule", "text", "arrows", "handle", "pen", "notes")
 _NUMBERS = frozenset(
     ["x", "y", "y2", "x0", "y0", "x1", "y1", "values", "since", "ring", "hue", "rows", "shift", "at", "base", "cross"]
 ) | {"codes"}
 _LOOKS = frozenset(["type", "label", "color", "fill", "edge", "hatch", "dash", "width", "glyph", "size"])
 _RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-Numbers = ArrayLike | Mapping[str, str]
-"""Numbers of a mark, or what `Sheet.keep` gave for them."""
 
 
 def exponents(values: ArrayLike, low: float, high: float) -> np.ndarray:
@@ -71,7 +67,7 @@ def fitted(*series: ArrayLike, room: int = 2, within: tuple[float, float] = (-ma
 
 def power_of_two(exponent: float) -> str:
     """2^n in superscript digits: power_of_two(-14) is 2⁻¹⁴."""
-    return "2" + f"{exponent:g}".translate(_RAISED)
+    return raised(f"2^{exponent:g}")
 
 
 def raised(text: str) -> str:
@@ -137,10 +133,10 @@ def fields(template: str) -> list[tuple[str, str]]:
 
 def filled(column: Any, form: str, index: int) -> str:
     """One item of a column in words, exactly as the page writes it."""
-    value = column[min(index, len(column) - 1)] if np.ndim(column) else column
+    value = _item(column, index)
     if isinstance(value, str):
         return value
-    value = float(np.float32(value)) if np.ndim(column) else float(f"{float(value):.9g}")  # as it travels
+    value = float(np.float32(value)) if np.ndim(column) else float(value)  # as it travels
     if form.startswith("."):
         return rounded(value, int(form[1:-1]), fixed=True)
     return f"2^{rounded(value)}" if form == "2^" and math.isfinite(value) else rounded(value)
@@ -154,9 +150,8 @@ def rounded(value: float, digits: int = 4, fixed: bool = False) -> str:
     """
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    exact = Decimal(value)
-    power = -digits if fixed else (exact.adjusted() - digits + 1 if value else 0)
-    near = float(exact.quantize(Decimal(1).scaleb(power), ROUND_HALF_UP))
+    power = -digits if fixed else (Decimal(value).adjusted() - digits + 1 if value else 0)
+    near = float(Decimal(value).quantize(Decimal(1).scaleb(power), ROUND_HALF_UP))
     if fixed:
         return f"{near:.{digits}f}"
     if near == 0 or 1e-6 <= abs(near) < 1e21:
@@ -165,14 +160,20 @@ def rounded(value: float, digits: int = 4, fixed: bool = False) -> str:
     return f"{lead.rstrip('0').rstrip('.') if '.' in lead else lead}e{int(tail):+d}".replace("e-0", "e-")
 
 
+def numbers(value: Any) -> Any:
+    """Numbers as they are drawn and travel: one alone, several as float32, or as bytes where they are; words stay."""
+    if isinstance(value, str) or (np.ndim(value) == 0 and math.isfinite(value)):
+        return value if isinstance(value, str) else float(value)
+    array = np.atleast_1d(value).ravel()
+    return array if array.dtype == np.uint8 else array.astype(np.float32)
+
+
 def _column(values: Any) -> Any:
-    """A column of a sentence as it travels: numbers packed, words once each with their places."""
-    if isinstance(values, str):
-        return values
-    if np.ndim(values) == 0 or np.asarray(values).dtype.kind in "fiub":
-        return pack(float(values) if np.ndim(values) == 0 else np.asarray(values, dtype=float))
+    """A column of a sentence as it travels: numbers, or words once each with their places."""
+    if isinstance(values, str) or np.asarray(values).dtype.kind in "fiub":
+        return numbers(values)
     words, codes = np.unique(np.asarray(values, dtype=str), return_inverse=True)
-    return {"words": words.tolist(), "codes": pack(codes.astype(np.uint8 if len(words) < 256 else np.float32))}
+    return {"words": words.tolist(), "codes": numbers(codes)}
 
 
 class Panel:
@@ -182,18 +183,15 @@ class Panel:
         self.given, self.marks = given, list[dict[str, Any]]()
 
     def add(self, kind: str, **mark: object) -> None:
-        """A mark of one of `KINDS`; None leaves a property out. Raises ValueError for another kind."""
-        if kind not in KINDS:
-            raise ValueError(f"a mark is one of {', '.join(KINDS)}, got {kind!r}")
-        self.marks.append(
-            {"type": kind} | {k: pack(v) if k in _NUMBERS else v for k, v in mark.items() if v is not None}
-        )
+        """A mark of a kind that both renderers know; None leaves a property out."""
+        given = {k: numbers(v) if k in _NUMBERS else v for k, v in mark.items() if v is not None}
+        self.marks.append({"type": kind, **given})
 
-    def line(self, y: Numbers, x: Numbers | None = None, color: str = "own", **look: object) -> None:
+    def line(self, y: ArrayLike, x: ArrayLike | None = None, color: str = "own", **look: object) -> None:
         """A line through (x, y), x = 0, 1, 2 ... by default; `step` "mid" or "post" makes stairs of it."""
         self.add("line", x=x, y=y, color=color, **look)
 
-    def points(self, y: Numbers, x: Numbers | None = None, color: object = "own", **look: object) -> None:
+    def points(self, y: ArrayLike, x: ArrayLike | None = None, color: object = "own", **look: object) -> None:
         """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several."""
         self.add("points", x=x, y=y, color=color, **look)
 
@@ -205,7 +203,7 @@ class Panel:
             self.points(np.asarray(y)[steps], steps, color, **{"glyph": "x", "size": 5, "label": label or None} | look)
 
     def band(
-        self, y: Numbers, y2: Numbers, x: Numbers | None = None, color: str = "overflow/0.15", **look: object
+        self, y: ArrayLike, y2: ArrayLike, x: ArrayLike | None = None, color: str = "overflow/0.15", **look: object
     ) -> None:
         """The area between two lines."""
         self.add("band", x=x, y=y, y2=y2, color=color, **look)
@@ -236,7 +234,7 @@ class Panel:
         """A line across the panel at one value of an axis, or at the step shown: `at="index"`."""
         self.add("rule", axis=axis, at=at, color=color, **look)
 
-    def text(self, text: str | Iterable[str], x: Numbers, y: Numbers, **look: Any) -> None:
+    def text(self, text: str | Iterable[str], x: ArrayLike, y: ArrayLike, **look: Any) -> None:
         """Words; {} in them stand for the step's items of `values`, a list of arrays over the steps.
 
         `beside` is how many pixels right of their place they begin or, below 0, left of it they end.
@@ -245,14 +243,14 @@ class Panel:
         look |= {"anchor": "end" if by < 0 else "start", "dx": by} if by else {}
         self.add("text", text=[text] if isinstance(text, str) else list(text), x=x, y=y, **look)
         if values is not None:
-            self.marks[-1]["fields"] = [pack(v) for v in values]
+            self.marks[-1]["fields"] = [numbers(v) for v in values]
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], color: str = "muted", **look: object) -> None:
         """An arrow from one place to another."""
         (x0, y0), (x1, y1) = start, end
         self.add("arrows", x0=[x0], y0=[y0], x1=[x1], y1=[y1], color=color, **look)
 
-    def boxes(self, x0: Numbers, y0: Numbers, x1: Numbers, y1: Numbers, **look: object) -> None:
+    def boxes(self, x0: ArrayLike, y0: ArrayLike, x1: ArrayLike, y1: ArrayLike, **look: object) -> None:
         """Boxes with `fill`, `edge`, `text`; `sets`, one dict for each, are the parameters that a press of it sets.
 
         What stood in them slides out when the text `leaves` is a new one.
@@ -278,28 +276,27 @@ class Panel:
         fill = [f"{color}/{0.06 + 0.54 * s:.2f}" for s in share]  # words stay readable, light and dark
         self.boxes(cols - 0.5, rows - 0.5, cols + 0.5, rows + 0.5, fill=fill, text=list(texts), **look)
 
-    def table(self, index: int, kept: dict[str, Any], most: int, titled: bool) -> list[dict[str, Any]]:
+    def table(self, index: int, most: int, titled: bool) -> list[dict[str, Any]]:
         """The labelled marks as rows of a table, one for each place on the x axis."""
         found, x = dict[str, dict[str, Any]](), self.given["x"]
         for m in self.marks:
             told, label = m.get("told"), m.get("label")
             if not label or m["type"] not in ("line", "points", "pen", "boxes", "notes") or not (told or "y" in m):
                 continue
-            here = {k: unpack(v, kept) for k, v in m.items() if k in ("x", "y", "x0", "codes", "since")}
-            ys, xs = here.get("y", here.get("codes", told)), here.get("x", here.get("x0"))
+            ys, xs = m.get("y", m.get("codes", told)), m.get("x", m.get("x0"))
             count = max(np.size(v) for v in (ys, xs) if v is not None)
-            count = min(count, index + 1) if m.get("show") == "upto" and "since" not in here else count
+            count = min(count, index + 1) if m.get("show") == "upto" and "since" not in m else count
             for i in range(0, count, max(1, count // most)):
                 place = said(_item(xs, i) if xs is not None else i, x)
                 if told:
-                    value = told if isinstance(told, str) else told[int(_item(here.get("codes", i), i))]
+                    value = told if isinstance(told, str) else told[int(_item(m.get("codes", i), i))]
                 else:
                     value = said(_item(ys, i), self.given["y"])
                 found.setdefault(place, {}).setdefault(_item(label, i) if not isinstance(label, str) else label, value)
         head = {"panel": self.given.get("title", "")} if titled else {}
         return [head | {x.get("label") or "place": place, **cells} for place, cells in found.items()]
 
-    def handle(self, axis: str, name: str, at: Numbers, low: float, high: float, label: str, **more: object) -> None:
+    def handle(self, axis: str, name: str, at: ArrayLike, low: float, high: float, label: str, **more: object) -> None:
         """A grip that the reader drags, or moves with the arrow keys, to set the parameter `name`.
 
         It lies at base + slope * value of its axis, "x" or "y", across the whole panel or, with `cross`, at one place
@@ -324,7 +321,6 @@ class Sheet:
     def __init__(self, was: Mapping[str, Any] | None = None) -> None:
         self.panels: list[Panel] = []
         self.step: dict[str, Any] | None = None
-        self.kept: dict[str, Any] = {}
         self.template, self.numbers = "", dict[str, Any]()
         self.stored: str | None = None
         self.buttons: dict[str, Any] = {}
@@ -369,11 +365,6 @@ class Sheet:
             out = out.replace("{" + name + (f":{form}" if form else "") + "}", filled(self.numbers[name], form, index))
         return out
 
-    def keep(self, name: str, values: ArrayLike) -> dict[str, str]:
-        """Numbers that stay the same while parameters move: they travel to the page once. Use the result in a mark."""
-        self.kept[name] = pack(np.asarray(values))
-        return {"ref": name}
-
     def panel(self, row: int = 0, col: int = 0, rowspan: int = 1, colspan: int = 1, **given: Any) -> Panel:
         """A new panel; `x` and `y` are axes (`log2`, `linear`, `names`, `space`).
 
@@ -394,13 +385,10 @@ class Sheet:
 
     def table(self, index: int = 0, most: int = 60) -> list[dict[str, Any]]:
         """The labelled marks of each panel as rows, one for each place on its x axis, at most about so many."""
-        rows = list[dict[str, Any]]()
-        for p in self.panels:
-            rows += p.table(index, self.kept | (self._spec or {}).get("data", {}), most, len(self.panels) > 1)
-        return rows
+        return [row for p in self.panels for row in p.table(index, most, len(self.panels) > 1)]
 
     def spec(self) -> dict[str, Any]:
-        """What both renderers get: JSON with arrays as bytes. Nothing can be added to the sheet afterwards."""
+        """What both renderers get: dicts, lists, words, arrays. Nothing can be added to the sheet afterwards."""
         if self._spec is None:
             self._spec = self._make_spec()
         return self._spec
@@ -418,12 +406,7 @@ class Sheet:
         spec: dict[str, Any] = {"width": self.size[0], "height": self.size[1], "least": self.least}
         spec["panels"] = [{**p.given, "marks": p.marks} for p in self.panels]
         says = {name: _column(self.numbers[name]) for name, _ in fields(self.template)}
-        spec |= {"kept": self.kept, "data": {}, "legend": self._legend(), "says": [self.template, says]}
-        for m in (says, *(m for p in self.panels for m in p.marks)):  # what several marks use travels once
-            for k, v in m.items():
-                if isinstance(v, dict) and v.keys() & {"f4", "u1"}:
-                    name = f"#{hash(tuple(v.items())) & 0xFFFFFFFFFFFF:x}"  # bytes of another kind are other numbers
-                    spec["data"][name], m[k] = v, {"ref": name}
+        spec |= {"legend": self._legend(), "says": [self.template, says]}
         return spec | ({"index": self.step} if self.step else {})
 
     def _legend(self) -> list[dict[str, Any]]:
@@ -438,13 +421,11 @@ class Sheet:
     def _tag(self, p: Panel) -> None:
         """Write the label of each tagged line at its end, moved apart so that no two overlap."""
         g = p.given
-        kept = self.kept
         pixels = self.size[1] * (g["place"][3] - g["place"][2]) - g["pad"][0] - g["pad"][2]
         tagged = []
         for m in p.marks:
             if m.get("tag"):
-                y = np.asarray(unpack(m["y"], kept), dtype=float)
-                y = y[np.isfinite(y)]
+                y = m["y"][np.isfinite(m["y"])]
                 if y.size:
                     tagged.append([(y[-1] - g["y"]["lo"]) / (g["y"]["hi"] - g["y"]["lo"]) * pixels, m])
         tagged.sort(key=lambda pair: pair[0])
@@ -488,34 +469,3 @@ def _pads(p: Panel) -> list[int]:
     slant = 5 * max((len(text) for _, text in x["ticks"]), default=0) if x.get("slant") else 0
     down = 6 if x.get("hidden") else (8 if x.get("blank") else 24) + (18 if x.get("label") else 0) + slant
     return [up, right, down, left]
-
-
-def pack(value: Any) -> Any:
-    """A number or word as it is, few numbers as a list, many as bytes: float32, or one byte each for integers.
-
-    Of float32 with few different values each travels once, and a byte for each place says which it is.
-    """
-    if isinstance(value, str | dict):
-        return value
-    if np.ndim(value) == 0 and math.isfinite(value):
-        return float(value)
-    array = np.atleast_1d(value)
-    if array.size <= 12 and np.isfinite(array.astype(float)).all():
-        return [float(f"{v:.9g}") for v in array.ravel().tolist()]  # as many digits as float32 has, too
-    if array.dtype == np.uint8:
-        return {"u1": array.tobytes()}
-    array = np.ascontiguousarray(array, dtype="<f4").ravel()
-    few, codes = np.unique(array, return_inverse=True)
-    if len(few) <= 256 and 4 * len(few) < 3 * array.size:
-        return {"f4": few.tobytes(), "u1": codes.astype(np.uint8).tobytes()}
-    return {"f4": array.tobytes()}
-
-
-def unpack(value: Any, kept: dict[str, Any]) -> Any:
-    """The way back; `kept` is the sheet's."""
-    if isinstance(value, dict) and "ref" in value:
-        return unpack(kept[value["ref"]], kept)
-    if isinstance(value, dict):
-        first, *places = (np.frombuffer(data, f"<{kind}") for kind, data in value.items())
-        return first[places[0]] if places else first
-    return value

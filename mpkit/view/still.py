@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Arc, Patch, Rectangle
 from PIL import Image
 
-from mpkit.view.sheet import ROLES, Sheet, raised, rounded, unpack
+from mpkit.view.sheet import ROLES, Sheet, raised, rounded
 
 PT = 0.72  # points per pixel at 100 dots per inch
 STEPS = {"mid": "steps-mid", "post": "steps-post", None: "default"}
@@ -81,20 +81,17 @@ def png(spec: dict[str, Any], index: int = 0) -> bytes:
 def figure(spec: dict[str, Any], index: int = 0) -> Figure:
     """The sheet at one step as a matplotlib figure."""
     fig = Figure(figsize=(spec["width"] / 100, (spec["height"] + 26) / 100), dpi=100, facecolor="white")
-    legend, kept, step = dict[str, Any](), spec["kept"] | spec["data"], spec.get("index")
+    legend, step = dict[str, Any](), spec.get("index")
     for panel in spec["panels"]:
         axes = fig.add_axes(_place(spec, panel))
         _axes(axes, panel, index)
-        for z, packed in enumerate(panel["marks"]):
-            mark = {k: unpack(v, kept) for k, v in packed.items()}
+        for z, mark in enumerate(panel["marks"]):
             follows = mark["type"] == "rule" and mark["at"] == "index"
             if step and (follows or mark.get("name") == step["name"]):
-                mark["at"] = index + step["first"]
+                mark = mark | {"at": index + step["first"]}
             first, last = mark.get("only", (index, index))
             if not first <= index <= last:
                 continue
-            if "fields" in mark:
-                mark["fields"] = [unpack(v, kept) for v in mark["fields"]]
             artist = _mark(axes, mark, index, 2 + 0.01 * z, panel)
             if mark.get("label") and not mark.get("quiet") and not mark.get("tag") and artist is not None:
                 legend.setdefault(mark["label"], artist)

@@ -2,18 +2,15 @@
 // pictures.py computed. A state is a dict of parameters; what was asked for and not computed is said in words.
 const BRINGS = "This page holds pictures that were computed beforehand; make lab opens the lesson with all values.";
 const nine = (v) => (typeof v !== "boolean" && v !== "" && v !== null && Number.isFinite(+v) ? String(+(+v).toPrecision(9)) : JSON.stringify(v));
-const floats = (v) => (v.f4 ? new Float32Array(v.f4.slice().buffer) : Float32Array.from(v));
 const base = document.currentScript.src.replace(/[^/]*$/, "");
 
-async function opened(text) { // the inverse of pictures.packed; a picture is unpacked when it is first shown
-	const raw = await new Response(new Blob([Uint8Array.from(atob(text), (c) => c.charCodeAt(0))]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
-	const end = 4 + new DataView(raw).getUint32(0), { pool, root } = JSON.parse(new TextDecoder().decode(new Uint8Array(raw, 4, end - 4))), done = [];
+async function opened(text) { // the inverse of pictures.pooled; a picture is put together when it is first shown
+	const { pool, root } = await unpacked(Uint8Array.from(atob(text), (c) => c.charCodeAt(0))), done = [];
 	const whole = (v) => {
-		if (v === null || typeof v !== "object") return v;
+		if (v === null || typeof v !== "object" || ArrayBuffer.isView(v)) return v;
 		if (Array.isArray(v)) return v.map(whole);
 		if ("$" in v) return (done[v.$] ??= whole(pool[v.$]));
-		if ("float" in v) return UNJSON[v.float];
-		return Array.isArray(v.b) ? new Uint8Array(raw, end + v.b[0], v.b[1]) : Object.fromEntries(Object.entries(v).map(([k, part]) => [k, whole(part)]));
+		return "float" in v ? UNJSON[v.float] : Object.fromEntries(Object.entries(v).map(([k, part]) => [k, whole(part)]));
 	};
 	const part = (v) => (v?.$ != null ? pool[v.$] : v), table = part(root), nodes = part(table.nodes);
 	const states = nodes.map((node) => whole(part(node).state));
@@ -24,7 +21,7 @@ function standIn({ starts, names, step, line, work, refused, states, node }, sta
 	const { node: first, controls, tries, index } = starts[start];
 	const heard = new Map(), pen = new Map(), key = (s) => s.map(nine).join("|"), where = new Map(states.map((s, k) => [key(s), k])), why = new Map(refused.map(([s, said]) => [key(s), said]));
 	let now = first, shown = -1, table = false, last, keyed = false;
-	const traits = { index, tries: tries.map(([say]) => say), message: "", rows: [], ahead: {}, wish: {}, kept: {} };
+	const traits = { index, tries: tries.map(([say]) => say), message: "", rows: [], ahead: {}, wish: {} };
 	// every slider stops where something was computed
 	traits.controls = controls.map((c) => (c.grid ? { ...c, grid: [...new Set(states.map((s) => +s[names.indexOf(c.name)]))].sort((a, b) => a - b) } : c));
 	const params = (k = now) => Object.fromEntries(names.map((n, i) => [n, states[k][i]])), label = (n) => controls.find((c) => c.name === n)?.label ?? n.replaceAll("_", " ");
@@ -41,12 +38,12 @@ function standIn({ starts, names, step, line, work, refused, states, node }, sta
 	}
 	const withPen = (spec) => (!pen.size ? spec : { ...spec, panels: spec.panels.map((p) => ({ ...p, marks: p.marks.map((m) => {
 		if (m.type !== "pen" && m.label !== "your line") return m; // the reader's line stays, also beside what happened
-		const y = floats(m.y);
+		const y = m.y.slice();
 		for (const [k, v] of pen) y[k] = v;
-		return { ...m, y: { f4: new Uint8Array(y.buffer) } };
+		return { ...m, y };
 	}) })) });
 	function judged(spec) { // of the reader's line it is said how near it came, and whether that is right; not which picture it shows
-		const [template, columns] = spec.says, y = columns.near != null && line && floats(spec.panels[0].marks.find((m) => m.label === "your line").y);
+		const [template, columns] = spec.says, y = columns.near != null && line && spec.panels[0].marks.find((m) => m.label === "your line").y;
 		if (!y) return spec;
 		const near = line.truth.filter((v, i) => Math.abs(y[i + y.length - line.truth.length] - v) <= line.within).length;
 		return { ...spec, says: [template, { ...columns, near, picture: near >= 0.88 * line.truth.length ? line.right : "" }] };
@@ -85,7 +82,7 @@ function standIn({ starts, names, step, line, work, refused, states, node }, sta
 		const values = text.trim().split(/[\s,;]+/).map(Number), { asked, low, high, parts } = line;
 		if (values.length !== parts.length || !values.every((v) => low <= v && v <= high)) return say(asked.replace(/got .*/, `got '${text}'`));
 		const y = parts[0].map((_, i) => low + parts.reduce((sum, part, k) => sum + part[i] * (values[k] - low), 0)), mark = node(now).spec.panels[0].marks.find((m) => m.type === "pen");
-		if (mark) y.forEach((v, i) => pen.set(floats(mark.y).length - y.length + i, v));
+		if (mark) y.forEach((v, i) => pen.set(mark.y.length - y.length + i, v));
 		line.text = text;
 	}
 	function press(button) {

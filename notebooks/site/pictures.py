@@ -12,7 +12,6 @@ import base64
 import json
 import math
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -70,12 +69,10 @@ class Table:
         if key not in self.where:
             self.where[key] = len(self.nodes)
             sheet = view.sheet
-            spec = dict(sheet.spec())
-            kept = spec.pop("kept") | spec.pop("data")
             last = (sheet.step or {"count": 1})["count"] - 1
             self.nodes.append({
                 "state": state,
-                "spec": inlined(spec, kept) | {"data": {}},
+                "spec": sheet.spec(),
                 "idle": sorted(sheet.idle),
                 "buttons": {label: None if callable(does) else does for label, does in sheet.buttons.items()},
                 "rows": sheet.rows if sheet.rows is not None else sheet.table(last),
@@ -252,19 +249,9 @@ def plain(value: object) -> Any:
     return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def inlined(value: Any, kept: Mapping[str, Any]) -> Any:
-    """A part of a sheet with the numbers that it names in their place; the store keeps equal ones once."""
-    if isinstance(value, dict):
-        return kept[value["ref"]] if value.keys() == {"ref"} else {k: inlined(v, kept) for k, v in value.items()}
-    return [inlined(v, kept) for v in value] if isinstance(value, list | tuple) else value
-
-
-def packed(value: object) -> bytes:
-    """A tree of dicts, lists, numbers, words and bytes, compressed: the length of the text, the text, the bytes.
-
-    {"$": k} in the text stands for part k of its `pool`, {"b": [from, length]} for a part of the bytes.
-    """
-    pool, where, store = list[Any](), dict[Any, int](), bytearray()
+def pooled(value: object) -> dict[str, Any]:
+    """A tree of dicts, lists, numbers, words and arrays in which {"$": k} stands for part k of its `pool`."""
+    pool, where = list[Any](), dict[Any, int]()
 
     def kept(key: Any, part: Any) -> dict[str, int]:
         if key not in where:
@@ -273,22 +260,18 @@ def packed(value: object) -> bytes:
         return {"$": where[key]}
 
     def told(value: Any) -> Any:
-        if isinstance(value, bytes):
-            if value not in where:
-                store.extend(value)
-            return kept(value, {"b": [len(store) - len(value), len(value)]})
+        if isinstance(value, np.ndarray):
+            return kept((value.dtype.str, value.tobytes()), value)
         if isinstance(value, Mapping):
             value = {str(k): told(v) for k, v in value.items()}
         elif isinstance(value, list | tuple):
             value = [told(v) for v in value]
         else:
             value = plain(value)
-        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
         return kept(text, value) if len(text) > 24 else value
 
-    root = told(value)
-    text = json.dumps({"pool": pool, "root": root}, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-    return zlib.compress(len(text).to_bytes(4, "big") + text + store, 9)
+    return {"root": told(value), "pool": pool}
 
 
 def write(views: Sequence[View], path: Path, most: int | None = None) -> dict[str, Any]:
@@ -303,10 +286,10 @@ def write(views: Sequence[View], path: Path, most: int | None = None) -> dict[st
         {"node": node, "controls": Page(v).controls, "tries": [[t["say"], t["set"]] for t in v.tries], "index": v.index}
         for node, v in zip(table.starts, views)
     ]
-    data = packed({
+    data = ahead.packed(pooled({
         "starts": starts, "names": table.names, "step": table.step, "line": table.line, "work": table.work,
         "refused": table.refused, "nodes": table.nodes,
-    })  # fmt: skip
+    }))  # fmt: skip
     path.write_text(f'mpkitTable("{path.stem}","{base64.b64encode(data).decode()}")', "ascii")
     return {"pictures": len(table.nodes), "kB": len(data) // 1000}
 

@@ -213,9 +213,9 @@ def stylesheet() -> str:
 
 def script() -> str:
     """scene.js as it is and the stand-in of the kernel in one classic script, as a folder's pages have no modules."""
-    scene = (VIEW / "scene.js").read_text("utf-8").replace("export default { render };", "return { render };")
+    scene = (VIEW / "scene.js").read_text("utf-8").replace("export default { render };", "return { render, unpacked };")
     own = "".join((HERE / name).read_text("utf-8") for name in ("quiz.js", "page.js"))
-    return f'(() => {{\n"use strict";\nconst {{ render }} = (() => {{\n{scene}}})();\n{own}}})();\n'
+    return f'(() => {{\n"use strict";\nconst {{ render, unpacked }} = (() => {{\n{scene}}})();\n{own}}})();\n'
 
 
 def sphinx(source: Path, to: Path) -> None:

@@ -22,7 +22,7 @@ from mpkit.view.page import HERE, Page, stylesheet
 from mpkit.view.views import Maker
 
 SIZES = [(1280, "true"), (1280, "false"), (900, "true"), (390, "true"), (390, "false")]
-SYNCED = ("spec", "kept", "controls", "tries", "state", "index", "message", "rows")
+SYNCED = ("spec", "controls", "tries", "state", "index", "message", "rows")
 MODEL = """
 const source = document.getElementById("scene").textContent;
 const { default: scene } = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
@@ -36,6 +36,8 @@ window.models = JSON.parse(document.getElementById("states").textContent, alive)
   scene.render({ model, el });
   return model;
 });
+const drawn = () => document.querySelectorAll(".mpk-over[viewBox]").length === models.length;
+while (!drawn()) await new Promise(requestAnimationFrame);
 window.done = true;"""
 
 

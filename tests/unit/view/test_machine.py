@@ -8,7 +8,7 @@ import torch
 
 from mpkit.view import Sheet, quiz
 from mpkit.view.answers import aside, number, read, same
-from mpkit.view.sheet import exponents, filled, fitted, linear, log2, names, pack, raised, unpack
+from mpkit.view.sheet import exponents, filled, fitted, linear, log2, names, raised
 from mpkit.view.still import figure, still
 
 NUMBERS = {
@@ -90,21 +90,6 @@ def test_a_hint_stands_for_wrong_values_and_ranges():
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        np.arange(400) % 7 - 3.5,
-        np.r_[np.nan, np.zeros(40)],
-        np.linspace(0, 1, 999),
-        np.arange(50, dtype=np.uint8),
-        [1.0, math.inf],
-    ],
-)
-def test_numbers_travel_and_come_back(values):
-    np.testing.assert_array_equal(unpack(pack(values), {}), np.asarray(values, dtype=np.float32))
-    assert unpack({"ref": "a"}, {"a": pack(np.zeros(20))}).tolist() == [0.0] * 20
-
-
-@pytest.mark.parametrize(
     ("column", "form", "said"),
     [
         (0.12345, "", "0.1235"),
@@ -149,5 +134,3 @@ def test_every_mark_is_drawn_named_and_told():
     assert {text.get_text() for text in drawn.legends[0].texts} == {"a line", "a band", "bars", "now"}
     assert (see.sentence(1), still(see).sentence) == ("Step 1.", "Step 0.")
     assert see.table()[1]["a line"] == "2"
-    with pytest.raises(ValueError, match="a mark is one of"):
-        p.add("pie")
