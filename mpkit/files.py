@@ -7,7 +7,6 @@ imported where it is needed: the command starts without it.
 from __future__ import annotations
 
 import errno
-import glob
 import io
 import json
 import os
@@ -72,12 +71,6 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync:
     finally:
         if not device:
             draft.unlink(missing_ok=True)
-
-
-def drafts_of(path: str | Path) -> Iterator[Path]:
-    """What killed processes have left of `path` half-written, and what others write at this moment."""
-    path = Path(os.path.realpath(Path(path)))
-    return path.parent.glob(f"{glob.escape(f'.{path.name[:50]}')}.*.part")
 
 
 def write_tensors(path: str | Path, state: dict[str, Any]) -> None:

@@ -254,7 +254,6 @@ class AdaSumUpdate(Wrapped):
 
     what = "AdaSum"
     refuses: ClassVar[Mapping[str, str]] = {
-        "accumulation": "it would merge after each micro-batch; put the accumulation around AdaSum",
         "AdaSum": "the updates are merged already",
         "dimension reduction": "its steps have one size for all processes already",
     }

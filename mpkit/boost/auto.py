@@ -17,7 +17,6 @@ from mpkit.boost.adasum import AdaSumUpdate, adasum_enabled
 from mpkit.boost.config import FLAGS, LEVELS, SECTIONS, Config, Inactive
 from mpkit.boost.dim_reduce import DimReduce, prepare_pca
 from mpkit.boost.dim_reduce.descent import DimReduceUpdate
-from mpkit.boost.grad_accumulation import Accumulate
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.grad_freeze.update import need_unused
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
@@ -184,9 +183,18 @@ class AutoBoost:
             options = {**{name: self.hyper[name] for name in names}, "alpha": alpha, "rank": rank, "rank_size": size}
             trained: list[Any] = list(parameters_of(optimizer))
             update = DimReduceUpdate(update, DimReduce(network, optimizer, trained, rows, **options))
-        update = getattr(optimizer, "around", lambda inside: inside)(update)  # an optimizer may freeze
-        steps = self.hyper["grad_accumulation_step"]
-        return Accumulate(update, steps) if "grad_accumulation" in self.active else update
+        return getattr(optimizer, "around", lambda inside: inside)(update)  # an optimizer may freeze
+
+    def accumulating(self, accumulation_steps: int = 1, **options: Any) -> dict[str, Any]:
+        """The options of a train cell, with the accumulation that is asked for. Raises ValueError for two of them."""
+        if "grad_accumulation" not in self.active:
+            return {**options, "accumulation_steps": accumulation_steps}
+        if accumulation_steps != 1:
+            raise ValueError(
+                f"grad_accumulation sums micro-batches already, so accumulation_steps must be 1, got "
+                f"{accumulation_steps}; give grad_accumulation_step their whole number"
+            )
+        return {**options, "accumulation_steps": self.hyper["grad_accumulation_step"], "apart": True}
 
     def merges(self, optimizer: Optimizer) -> bool:
         """Whether AdaSum runs: it is asked for here, or by a mark, and 2, 4, 8, ... groups of processes train."""

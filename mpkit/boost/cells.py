@@ -13,35 +13,29 @@ from mpkit.arguments import checked
 from mpkit.boost.adasum import AdaSum
 from mpkit.boost.auto import AutoBoost, made_by
 from mpkit.boost.dim_reduce import DimReduce
-from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell
+from mpkit.step.engine import Step
 
 
 class _Boosted(TrainOneStepCell):
     """MindSpore's names for what the update of a boosted step does."""
 
-    accumulation: GradientAccumulation | None
     dim_reduce: DimReduce | None
     adasum: AdaSum | None
 
     def _keep(self, boost: AutoBoost) -> None:
         """Have the algorithms as parts of the cell, so that `state_dict()` holds theirs."""
         self.boost = boost
-        for name in ("accumulation", "dim_reduce", "adasum"):
+        for name in ("dim_reduce", "adasum"):
             held = (getattr(update, name, None) for update in self.step.updates[0].chain())
             setattr(self, name, next((part for part in held if part is not None), None))
 
     @property
-    def pending(self) -> int:
-        """As of any cell, and micro-steps whose mean no update has used."""
-        return self.step.pending + (0 if self.accumulation is None else self.accumulation.counter)
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        super().set_extra_state(state)
-        if self.accumulation is not None:
-            self.accumulation.drop()
+    def accumulation(self) -> Step | None:
+        """The step where it sums gradients apart, each checked by itself; None where the configuration does not."""
+        return self.step if self.step.apart else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -73,10 +67,7 @@ class _Boosted(TrainOneStepCell):
         """
         if self.accumulation is None:
             raise RuntimeError("accumulation is off: pass boost=AutoBoost(...) with grad_accumulation_step above 1")
-        update: Any = self.step.updates[0]
-        if self.step.clip_norm is not None:
-            update.clip(self.step.clip_norm)  # put off to the mean, as in a step
-        update.add(StepContext(self.network, self.optimizer, inputs, self.index, sens, loss), list(grads), None)
+        self.accumulation.add(grads, StepContext(self.network, self.optimizer, inputs, self.index, sens, loss))
         return loss
 
     def adasum_process(self, loss: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
@@ -116,6 +107,7 @@ class BoostTrainOneStepCell(_Boosted):
         **options: Any,
     ) -> None:
         maker = made_by(optimizer, boost)
+        options = maker.accumulating(**options)
         super().__init__(network, optimizer, sens, update=maker.update_of, **options)
         self._keep(maker)
         if maker.flags["loss_scale_group"]:
@@ -155,6 +147,7 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
     ) -> None:
         maker = made_by(optimizer, boost)
         maker.need_groups(scale_sense)
+        options = maker.accumulating(**options)
         super().__init__(network, optimizer, scale_sense, update=maker.update_of, **options)
         self.groups = self.step.scaling.groups
         self._keep(maker)

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections import OrderedDict
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpkit.files import drafts_of, read_tensors, write_tensors
+from mpkit.files import read_tensors, write_tensors
 
 
 def save_whole(state: dict[str, Any], path: Path) -> None:
     """Write `state` beside `path`, then put it in place at once: a kill leaves the old or the new file.
 
-    What killed processes left half-written beside it is removed once nobody has written to it for an hour.
     NumPy's numbers are written as Python's.
     Raises:  TypeError for what `load_whole`, which runs nothing, could not read again: nothing is written then.
     """
-    state = {key: _readable(item, key) for key, item in state.items()}
-    for stale in drafts_of(path):
-        with suppress(FileNotFoundError):
-            if time.time() - stale.stat().st_mtime > 3600:
-                stale.unlink()
-    write_tensors(path, state)
+    write_tensors(path, {key: _readable(item, key) for key, item in state.items()})
 
 
 AS_THEY_ARE = (bool, int, float, complex, str, bytes, set, type(None), torch.dtype, torch.device, torch.Size)

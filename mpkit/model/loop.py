@@ -6,7 +6,6 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Number
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.randomness import random_state, saves_itself, set_random_state, unseen
 from mpkit.step import StepOutcome, TrainOneStepCell
 
-_ENDS = ("on_train_epoch_end", "on_eval_end")
 READ_EVERY = 100
 """Steps between two reads of the overflow flags on the host (one read for all of them)."""
 STUCK = 20
@@ -47,11 +45,10 @@ class TrainingLoop:
         self.manager = model.manager
         self.after_epoch: Callable[[int], None] = lambda number: None
         self.stop = threading.Event()
-        self.epochs_done = first_epoch
+        self.epochs_done, self.step_in_epoch = first_epoch, 0
         self.skipped_in_a_row = 0
         self._flags: list[Tensor] = []
         self._epoch_random: dict[str, Any] = {}
-        self._told: tuple[str, int] = ("", 0)  # the phase that callbacks are told of, and how many were
 
     def restore(self, resumed: dict[str, Any]) -> None:
         """Stand where a checkpoint was saved; `go` draws its batches and random numbers."""
@@ -91,7 +88,7 @@ class TrainingLoop:
         self._read_flags()
         return {
             "epochs_done": self.epochs_done,
-            "step_in_epoch": self.run.cur_step_in_epoch,
+            "step_in_epoch": self.step_in_epoch,
             "step": self.run.cur_step_num,
             "skipped_in_a_row": self.skipped_in_a_row,
             "random_at_epoch_start": self._epoch_random,
@@ -99,8 +96,6 @@ class TrainingLoop:
             "loader": self.dataset.state_dict() if saves_itself(self.dataset) else None,  # type: ignore[attr-defined]
             "unseen": unseen(self.dataset),
             "callbacks": [[type(c).__name__, c.state_dict()] for c in self._stateful()],
-            "ended": list(self._told) if self._told[0] in _ENDS else None,
-            "metrics": {k: v for k, v in self.run.metrics.items() if isinstance(v, Number | Tensor)},
         }
 
     def _stateful(self) -> list[Any]:
@@ -119,6 +114,7 @@ class TrainingLoop:
     def _epoch(self, guard: InterruptBetweenSteps, skip: int, resumed: dict[str, Any] | None) -> None:
         run = self.run
         run.cur_epoch_num, run.cur_step_in_epoch = self.epochs_done + 1, skip
+        self.step_in_epoch = skip
         self.cell.train()
         if resumed is not None:  # before a callback tells a sampler which epoch begins
             set_random_state(resumed["random_at_epoch_start" if skip else "random"], self.dataset)
@@ -127,32 +123,24 @@ class TrainingLoop:
         for batch in self._batches(skip, resumed):
             with guard.step(lambda: self.pending):
                 run.net_outputs = self.cell(*self.inputs(batch))
-                run.cur_step_in_epoch += 1
-                run.cur_step_num += 1
+                self.step_in_epoch += 1
+                run.cur_step_in_epoch, run.cur_step_num = self.step_in_epoch, run.cur_step_num + 1
                 self._note(run.net_outputs)
                 self.tell("on_train_step_end")
             if self.stopped:
                 return
-        if run.cur_step_in_epoch == 0:
+        if self.step_in_epoch == 0:
             raise ValueError(
                 f"the data set gave no batch in epoch {run.cur_epoch_num}; pass something that can be iterated anew "
                 "for every epoch, such as a list or a DataLoader, not a generator"
             )
         self._read_flags()
         self._check_health()
-        self._end_epoch((resumed or {}).get("ended"), resumed)
-        self.epochs_done += 1
+        # whatever is saved from now on goes on with the next epoch
+        self.epochs_done, self.step_in_epoch = run.cur_epoch_num, 0
+        self.tell("on_train_epoch_end")
+        self.after_epoch(run.cur_epoch_num)
         run.cur_step_in_epoch = 0
-
-    def _end_epoch(self, ended: list[Any] | None, resumed: dict[str, Any] | None) -> None:
-        """What follows the steps of an epoch; of a run that was saved in the midst of it, what was still to come."""
-        phase, told = ended or ("", 0)
-        if phase != "on_eval_end":
-            self.tell("on_train_epoch_end", told)
-            self.after_epoch(self.run.cur_epoch_num)
-        elif resumed is not None:
-            self.run.metrics = dict(resumed["metrics"])
-            self.tell("on_eval_end", told)
 
     def _batches(self, skip: int, resumed: dict[str, Any] | None) -> Iterable[Any]:
         """The batches of an epoch after the first `skip`: the loader goes on there, or those are drawn and left."""
@@ -160,8 +148,6 @@ class TrainingLoop:
         own = (resumed or {}).get("loader")
         if own is not None:
             self.dataset.load_state_dict(own)  # type: ignore[attr-defined]
-            if (resumed or {})["ended"]:
-                return ()  # a loader that has come to its end would begin anew
         batches = iter(self.dataset)
         for drawn in range(skip if own is None else 0):
             if next(batches, self) is self:
@@ -214,12 +200,10 @@ class TrainingLoop:
             )
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
-    def tell(self, phase: str, told: int = 0) -> None:
-        """Call one method of every callback but the first `told`, which knew before the run was saved."""
-        for i, callback in enumerate(self.callbacks[told:], told + 1):
-            self._told = phase, i
+    def tell(self, phase: str) -> None:
+        """Call one method of every callback."""
+        for callback in self.callbacks:
             getattr(callback, phase)(self.run)
-        self._told = "", 0
 
 
 def _nonfinite(network: nn.Module) -> list[str]:

@@ -210,7 +210,8 @@ class Model:
         """Write weights, optimizer, scale, counters, random states and the position in the data set to one file.
 
         The file is replaced as a whole. Inside a run `Checkpoint` calls this; a hand-made call belongs in a callback,
-        where `pending` is 0: what a begun accumulation has summed is not saved.
+        where `pending` is 0: what a begun accumulation has summed is not saved. A file that is saved when an epoch ends
+        goes on with the next one: callbacks after the one that saves are not told of that end again.
 
         Raises:  TypeError when the state of a hook or callback holds what could not be read again, a NumPy array, say.
         """

@@ -112,6 +112,8 @@ def build_train_network(
     manager = DynamicLossScaleManager() if scaled else given.get("loss_scale_manager")
     boosted = _boost(boost_level, given.get("boost_config_dict"))
     make = _train_cell(manager, boosted, clip_norm, parameters_of(optimizer))
+    if boosted is not None:
+        boosted.accumulating(accumulation_steps)
 
     if boosted is not None:  # all that can be refused has been, unless the boost refuses the network
         network, optimizer = boosted.network_auto_process_train(network, optimizer)

@@ -85,6 +85,8 @@ class TrainOneStepCell(nn.Module):
                       for 16-bit parameters too, so k micro-batches of equal size give the gradient of the whole batch.
                       An error in a backward pass drops what was summed, since a part of that micro-batch is in it; the
                       next call begins anew.
+        apart:        MindSpore boost's order: each micro-batch is divided by its scale and checked before it is added;
+                      one that overflows is not counted, and an error in a pass loses that micro-batch alone.
         update:       makes the step's update from network and optimizer; the default runs the optimizer.
     Returns:  the unscaled loss, or `(loss, {parameter name: gradient})`; names are those in the network itself.
     Raises:   TypeError for another kind, ValueError for another range of an argument.
@@ -104,11 +106,13 @@ class TrainOneStepCell(nn.Module):
         hooks: Hooks = (),
         clip_norm: Norm | None = None,
         accumulation_steps: Count = 1,
+        apart: bool = False,
         update: MakeUpdate = plain_update,
     ) -> None:
         check_clipped(clip_norm, sens)
         scaling = Unscaled(scale_tensor(1.0 if sens is None else sens, device_of(network.parameters()), "sens"))
-        self._set_up(network, optimizer, scaling, update, parts=accumulation_steps, hooks=hooks, clip_norm=clip_norm)
+        options = {"parts": accumulation_steps, "apart": apart, "hooks": hooks, "clip_norm": clip_norm}
+        self._set_up(network, optimizer, scaling, update, **options)
         self.return_grad = return_grad
 
     def _set_up(
@@ -219,7 +223,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     skip on the device (torch's fused SGD, Adam, AdamW, Adagrad and all of mpkit.optimizers).
 
     Args:
-        network, optimizer, hooks, update:  as in `TrainOneStepCell`.
+        network, optimizer, hooks, apart, update:  as in `TrainOneStepCell`.
         scale_sense:  an update cell, a `LossScaler`, or the scale itself as a tensor of shape () or (1,).
         clip_norm:    largest joint L2 norm of the true, unscaled gradients.
         accumulation_steps:  calls per update; gradients are summed scaled, and unscaled and checked once.
@@ -238,12 +242,13 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         hooks: Hooks = (),
         clip_norm: Norm | None = None,
         accumulation_steps: Count = 1,
+        apart: bool = False,
         update: MakeUpdate = plain_update,
     ) -> None:
         scaling = scaling_of(scale_sense, device_of(network.parameters()))
         scaling.covers(parameters_of(optimizer))
         rule = scale_sense if isinstance(scale_sense, LossScaler | Scale) else None
-        options = {"parts": accumulation_steps, "hooks": hooks, "clip_norm": clip_norm, "rule": rule}
+        options = {"parts": accumulation_steps, "apart": apart, "hooks": hooks, "clip_norm": clip_norm, "rule": rule}
         self._set_up(network, optimizer, scaling, update, **options)
         # by this name an update cell's counters stand in `state_dict()`
         self.adjust = None if isinstance(scale_sense, Tensor) or scaling.groups else scale_sense

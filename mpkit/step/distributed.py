@@ -64,7 +64,10 @@ def average_(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = Non
     grads: dict[torch.dtype, list[Tensor]] = {}
     for p, kind in zip(trained, kinds):
         if kind == SPARSE:
-            p.grad = _sparse_mean(p, group)
+            nothing = torch.zeros(0, *p.shape[1:], dtype=p.dtype, device=p.device)
+            own = torch.sparse_coo_tensor(torch.empty(1, 0), nothing, p.shape) if p.grad is None else p.grad
+            mean_([own], group=group)
+            p.grad = own.coalesce()
         elif kind == DENSE:
             if p.grad is None or p.grad.is_sparse:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
@@ -85,16 +88,6 @@ def mean_(tensors: Iterable[Tensor], degree: float | None = None, group: dist.Pr
     for tensor in tensors:
         tensor /= dist.get_world_size(group) if degree is None else degree
         dist.all_reduce(tensor, group=group)
-
-
-def _sparse_mean(p: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The mean of a gradient that is sparse in some processes and missing in the others."""
-    own = None if p.grad is None else p.grad.coalesce()
-    parts: list[tuple[Tensor, Tensor] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, None if own is None else (own.indices().cpu(), own.values().cpu()), group=group)
-    indices, values = zip(*(part for part in parts if part is not None))
-    mean = torch.cat([value / len(parts) for value in values], 0)
-    return torch.sparse_coo_tensor(torch.cat(indices, 1), mean, p.shape, device=p.device).coalesce()
 
 
 def agree_(found_inf: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ finish = reduce, unscale and agree, clip, apply, advance. MindSpore's cells, `Sc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from mpkit.optimizers.arguments import parameters_of
 from mpkit.optimizers.saved import check_kinds, check_state, kinds_of
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext
-from mpkit.step.phases import backward, checked_loss, gradients_of, narrow_, need_gradients, widen_
+from mpkit.step.phases import checked_loss, gradients_of, narrow_, need_gradients, widen_
 from mpkit.step.scaling import Scaling
 from mpkit.step.update import Update
 
@@ -25,12 +26,14 @@ from mpkit.step.update import Update
 class Step:
     """Gradients of one or several backward passes, and what is done with their sum.
 
-    The sum stands in `p.grad`, where autograd adds; for 16-bit parameters in float32, rounded once when it is whole.
+    They are summed in float32, for 16-bit parameters too, and rounded once, when the sum is whole. It stands in
+    `p.grad`, where autograd adds; or `apart`, where each pass is divided by its scale and checked before it is added.
 
     Args:
         updates:    one for each optimizer, without a parameter in common.
         scaling:    what the backward passes start from, and what the gradients are divided by.
-        parts:      backward passes of a step; each starts from the seed / parts. 0: any number, each from the seed.
+        parts:      backward passes of a step, of which it takes the mean. 0: any number, of which it takes the sum.
+        apart:      `finish` comes after each pass; one that is not finite is neither added nor counted.
         network:    may hold a DistributedDataParallel, and parameters that no optimizer updates.
         hooks:      see each phase from the end of the last backward pass on.
         clip_norm:  largest joint L2 norm of an update's gradients.
@@ -46,6 +49,7 @@ class Step:
         scaling: Scaling,
         *,
         parts: int = 1,
+        apart: bool = False,
         network: nn.Module | None = None,
         hooks: Iterable[Hook] = (),
         clip_norm: float | None = None,
@@ -53,8 +57,9 @@ class Step:
         average: bool = True,
         rule: Any = None,
     ) -> None:
-        uncompiled(Step, "due", "begin", "quiet", "backward", "finish", "unscale", "apply", "drop")
-        self.updates, self.scaling, self.parts = list(updates), scaling, parts
+        uncompiled(Step, "due", "begin", "quiet", "backward", "finish", "unscale", "add", "flush", "apply", "drop")
+        self.updates, self.scaling, self.parts, self.apart = list(updates), scaling, parts, apart
+        self.sums = parts != 1 and not apart  # whether autograd adds in `p.grad`
         self.clip_norm, self.skip, self.average, self.rule = clip_norm, skip, average, rule
         self.hooks = [*hooks, *(hook for update in self.updates for hook in update.hooks)]
         self.replica = None if network is None else distributed.averaging_wrapper(network)
@@ -66,6 +71,7 @@ class Step:
         self.others = [] if network is None else [p for p in network.parameters() if id(p) not in known]
         self.pending, self.applied = 0, 0  # backward passes that no update has used; updates that have run
         self.found: list[Any] = []
+        self.held: dict[int, Tensor] = {}  # position of a parameter -> its sum, where it stands apart
         self.alone = False  # whether the sums are averaged here, though there is a replica
 
     def parameters(self) -> list[Tensor]:
@@ -78,17 +84,17 @@ class Step:
             getattr(hook, phase)(ctx)
 
     def due(self) -> bool:
-        """Whether all parts of the step are there."""
-        return self.pending >= max(1, self.parts)
+        """Whether `finish` is to come: all parts are there, or each is looked at."""
+        return self.apart or self.pending >= max(1, self.parts)
 
     def begin(self) -> None:
         """Clear the gradients if a new step begins."""
-        if self.pending:
+        if self.pending and not self.apart:
             return
         parameters = self.parameters()
         for p in (*parameters, *self.others):
             p.grad = None
-        if self.parts != 1:
+        if self.sums:
             widen_(parameters)
             # DistributedDataParallel sends gradients in the dtype of the parameter alone
             self.alone = self.replica is not None and any(p.dtype.itemsize < 4 for p in parameters)
@@ -97,19 +103,21 @@ class Step:
 
     def quiet(self) -> AbstractContextManager[None]:
         """Around a forward and a backward pass: DistributedDataParallel sends gradients only in the last of a step."""
-        last = self.pending + 1 == self.parts and not self.alone
+        last = self.apart or (self.pending + 1 == self.parts and not self.alone)
         return nullcontext() if self.replica is None or last else self.replica.no_sync()
 
     def backward(self, loss: Tensor, **options: object) -> None:
-        """Add the gradients of loss * seed / parts. An error gives the step up: a part of them is in the sums."""
+        """Add the gradients of loss * seed / parts. An error gives a sum in `p.grad` up: a part of them is in it."""
         self.begin()
-        seed = self.scaling.seed
+        seed = self.scaling.seed.detach().reshape(())
         try:
-            backward(checked_loss(loss), seed if self.parts < 2 else seed / self.parts, **options)
+            # autograd casts the seed to the loss's dtype, so a float16 loss with one above 65504 starts from inf
+            checked_loss(loss).backward(seed / self.parts if self.sums and self.parts else seed, **options)
         except BaseException:
-            self.drop()
+            if not self.apart:
+                self.drop()
             raise
-        self.pending += 1
+        self.pending += not self.apart
 
     def finish(self, ctx: StepContext | None = None) -> Tensor | None:
         """Reduce, unscale and agree, clip, apply, advance; -> () float32, 1 where a gradient is not finite, or None.
@@ -118,21 +126,72 @@ class Step:
         """
         try:
             found = self.unscale(ctx)
-            for update in self.updates if self.clip_norm is not None else ():
-                update.clip(self.clip_norm)  # type: ignore[arg-type]
+            if not self.apart:
+                self.clip()
             self.tell("before_update", ctx)
-            self.apply(ctx)
+            if not self.apart:
+                self.apply(ctx)
+            elif found is None or not found.item():
+                self.add([p.grad for p in self.parameters()], ctx)
             self.scaling.advance_(found)  # last: an error in the optimizer leaves the scale as it was
         finally:
-            self.drop()
+            self.found = []
+            if not self.apart:
+                self.drop()
         return found
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor | None], ctx: StepContext | None = None) -> None:
+        """Apart: add the true gradients of one pass; with the last of `parts` the update runs.
+
+        Raises:  ValueError unless there is one gradient, or None, of its shape for each parameter.
+        """
+        shapes = [p.shape for p in self.parameters()]
+        came = [shape if grad is None else grad.shape for grad, shape in zip(gradients, shapes)]
+        if len(gradients) != len(shapes) or came != shapes:
+            need = [tuple(shape) for shape in shapes]
+            raise ValueError(
+                f"need a gradient (or None) for each parameter, in the optimizer's order, of the shapes {need}; got "
+                f"{len(gradients)} of {[tuple(shape) for shape in came]}"
+            )
+        for i, grad in enumerate(gradients):
+            if grad is not None:
+                share = grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.parts
+                self.held[i] = self.held[i].add_(share) if i in self.held else share
+        self.pending += 1
+        if self.pending >= self.parts:
+            self.flush(ctx)
+
+    def flush(self, ctx: StepContext | None = None) -> bool:
+        """Apart: run the update with the mean of the passes so far; -> whether there were any."""
+        if not self.pending:
+            return False
+        parameters, share = self.parameters(), self.parts / self.pending
+        try:
+            for i, p in enumerate(parameters):
+                p.grad = (self.held[i] * share).to(p.dtype) if i in self.held else None
+            self.found = [None] * len(self.updates)  # each pass was looked at
+            for update in self.updates if self.average else ():
+                update.reduce()
+            self.clip()
+            self.apply(ctx)
+        finally:
+            self.drop()
+            for p in parameters:
+                p.grad = None  # or the next pass would add to the mean just used
+        return True
+
+    def clip(self) -> None:
+        """Clip the true gradients of each update."""
+        for update in self.updates if self.clip_norm is not None else ():
+            update.clip(self.clip_norm)  # type: ignore[arg-type]
 
     def unscale(self, ctx: StepContext | None = None) -> Tensor | None:
         """The first half of `finish`: true gradients, the same in all processes."""
-        narrow_(self.parameters() if self.parts != 1 else ())
+        narrow_(self.parameters() if self.sums else ())
         watched = ctx if self.scaling.checks else None
         self.tell("before_unscale", watched)
-        for update in self.updates if self.average else ():
+        for update in self.updates if self.average and not self.apart else ():
             update.reduce()
         if not self.scaling.checks:
             self.found = [None] * len(self.updates)
@@ -169,8 +228,8 @@ class Step:
 
     def drop(self) -> None:
         """Give the running step up; the next `backward` begins a new one."""
-        narrow_(self.parameters() if self.pending and self.parts != 1 else ())
-        self.pending, self.applied, self.found = 0, 0, []
+        narrow_(self.parameters() if self.pending and self.sums else ())
+        self.pending, self.applied, self.found, self.held = 0, 0, [], {}
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, rule, optimizers and hooks as they stand between two updates."""
@@ -196,12 +255,14 @@ class Step:
             check_kinds(update.optimizer, kinds)
             check_state(update.optimizer, saved)
         check_alike("rule", state["rule"], rule)
+        for hook, saved in zip(self.hooks, state["hooks"]):
+            if saved is not None:
+                self._try(hook, saved)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; what was begun is given up.
 
-        Raises:  TypeError or ValueError, and changes nothing, if the parts are others. A hook of somebody else's comes
-                 first: what it takes nobody knows before.
+        Raises:  TypeError or ValueError, and changes nothing, if the parts are others; what a hook refuses.
         """
         self.check_state(state)
         optimizers = [update.optimizer for update in self.updates]
@@ -212,9 +273,17 @@ class Step:
         self.scaling.seed.copy_(state["scale"])
         self.drop()
 
+    def _try(self, hook: Any, saved: Any) -> None:
+        """Raise what a hook raises of a state. Nobody else knows before, so a copy of the hook is asked."""
+        try:
+            twin = copy.deepcopy(hook, {id(p): p for p in (*self.parameters(), *self.others)})
+        except Exception:  # it holds an open file, say: then it is asked when its turn has come
+            return
+        twin.load_state_dict(saved)
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins a step of its own: it has other parameters, and torch leaves gradients behind."""
-        return {**vars(self), "pending": 0, "applied": 0, "found": []}
+        return {**vars(self), "pending": 0, "applied": 0, "found": [], "held": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -47,17 +47,6 @@ def checked_loss(loss: object) -> Tensor:
     return loss
 
 
-def backward(loss: Tensor, seed: Tensor, **options: object) -> None:
-    """Add the gradients of `loss * seed` to the parameters' `grad`; the loss itself is not multiplied.
-
-    Autograd casts the seed to the loss's dtype, so a float16 loss with a seed above 65504 starts from inf.
-    Source:  MindSpore nn.TrainOneStepWithLossScaleCell (`sens` seeds the gradient).
-    """
-    if seed.requires_grad or seed.dim():  # most often there is nothing to convert
-        seed = seed.detach().reshape(())
-    loss.backward(seed, **options)
-
-
 def widen_(parameters: Iterable[Tensor]) -> None:
     """Let autograd sum the gradients of 16-bit parameters in float32; they must have none yet.
 

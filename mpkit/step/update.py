@@ -1,7 +1,7 @@
 """What a step does with its gradients, as a value: average them over processes, clip them, update the weights.
 
 `Update` is the plain one. Others stand around one another and change what they are about; the boosts are such updates.
-From outside in: accumulation, freezing, then AdaSum or dimension reduction. An order that makes no sense is refused.
+From outside in: freezing, then AdaSum or dimension reduction. An order that makes no sense is refused.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -18,64 +17,38 @@ from mpkit.optimizers import Momentum
 from mpkit.step import ScaledStep, TrainOneStepWithLossScaleCell
 
 
-def linear(seed: int = 0) -> nn.Linear:
-    torch.manual_seed(seed)
-    return nn.Linear(5, 3).double()
+def accumulating(steps: int) -> AutoBoost:
+    flags = {"mode": "manual", "grad_accumulation": True}
+    return AutoBoost("O0", {"boost": flags, "grad_accumulation": {"grad_accumulation_step": steps}})
 
 
-def test_a_gradient_of_another_shape_leaves_nothing_behind() -> None:
-    net = linear()
-    accumulate = GradientAccumulation(2, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"shape \(3,\), and its parameter \(3, 5\)"):
-        accumulate(torch.tensor(0.0), [net.bias, net.weight])
-    assert accumulate.counter == 0
-    assert not any(t.any() for t in accumulate.accumulated)
-
-
-@pytest.mark.parametrize("where", ["update", "reduce"])
-def test_what_is_done_to_a_mean_whose_update_fails_does_not_reach_the_sums(where: str) -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+def test_other_gradients_and_an_update_that_raises_leave_nothing_behind() -> None:
+    net = nn.Linear(5, 3)
     fails = [True]
 
-    def halved(grads: list[torch.Tensor]) -> None:
-        torch._foreach_mul_(grads, 0.5)
-
     def update() -> None:
-        if where == "update":
-            halved([weight.grad])
         if fails and fails.pop():
             raise OSError("no answer from the other rank")
-        optimizer.step()
 
-    accumulate = GradientAccumulation(2, optimizer, update=update, reduce=halved if where == "reduce" else None)
-    for g in (1.0, 3.0):
-        with contextlib.suppress(OSError):
-            accumulate(torch.tensor(0.0), [torch.tensor([g])])
-    accumulate(torch.tensor(0.0), [torch.tensor([8.0])])
-    assert weight.item() == -4.0 / 2  # half the mean of all three, and not of two that were halved before
-
-
-def test_an_update_that_raises_loses_no_micro_step_and_leaves_no_gradient_behind() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    broken = [True, True]
-
-    def update() -> None:
-        if broken and broken.pop():
-            raise OSError("no answer from the other rank")
-        optimizer.step()
-
-    accumulate = GradientAccumulation(2, optimizer, update=update)
-    for g in (1.0, 3.0):
-        with contextlib.suppress(OSError):
-            accumulate(torch.tensor(0.0), [torch.tensor([g])])
-    assert (accumulate.counter, weight.grad, weight.item()) == (2, None, 0.0)
+    accumulate = GradientAccumulation(2, torch.optim.SGD(net.parameters(), lr=0.1), update=update)
+    loss, grads = torch.tensor(0.0), [torch.ones_like(p) for p in net.parameters()]
+    for wrong in (grads[::-1], grads[:1]):
+        with pytest.raises(ValueError, match=r"of the shapes \[\(3, 5\), \(3,\)\]"):
+            accumulate(loss, wrong)
+    accumulate(loss, grads)
     with pytest.raises(OSError, match="no answer"):
-        accumulate.flush()
-    accumulate(torch.tensor(0.0), [torch.tensor([8.0])])
-    assert weight.item() == -4.0  # the mean of all three
+        accumulate(loss, grads)
+    assert accumulate.counter == 0
+    assert not any(t.any() for t in accumulate.accumulated)
+    assert net.weight.grad is None
     assert not accumulate.flush()
+
+
+def test_an_accumulation_of_an_accumulation_is_refused() -> None:
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    with pytest.raises(ValueError, match="accumulation_steps must be 1, got 3"):
+        BoostTrainOneStepCell(net, optimizer, boost=accumulating(2), accumulation_steps=3)
 
 
 def by_cell(weight: nn.Parameter, make: Any, parts: int) -> None:
@@ -92,14 +65,7 @@ def by_hand(weight: nn.Parameter, make: Any, parts: int) -> None:
 
 
 def by_boost(weight: nn.Parameter, make: Any, parts: int) -> None:
-    boost = AutoBoost(
-        "O0",
-        {
-            "boost": {"mode": "manual", "grad_accumulation": True},
-            "grad_accumulation": {"grad_accumulation_step": parts},
-        },
-    )
-    cell = BoostTrainOneStepCell(Ones(weight), make([weight]), boost=boost)
+    cell = BoostTrainOneStepCell(Ones(weight), make([weight]), boost=accumulating(parts))
     for _ in range(parts):
         cell()
 

@@ -32,7 +32,7 @@ from mpkit.step import WithLossCell
 WORLD, STEPS = 2, 4
 SCENARIOS = [  # freezing in all of them: with each way to reduce, each scaling and each accumulation
     " ".join(filter(None, parts))
-    for parts in product(("mean", "adasum", "parallel"), ("", "scaled"), ("", "accumulated", "summed", "both"))
+    for parts in product(("mean", "adasum", "parallel"), ("", "scaled"), ("", "accumulated", "summed"))
 ]
 
 
@@ -48,7 +48,7 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 def boost_of(scenario: str) -> AutoBoost:
     flags = {"mode": "manual", "less_bn": False, "grad_freeze": True, "adasum": scenario.startswith("adasum")}
-    accumulate = {"grad_accumulation_step": 2} if scenario.endswith(("accumulated", "both")) else {}
+    accumulate = {"grad_accumulation_step": 2} if scenario.endswith("accumulated") else {}
     config: dict[str, Any] = {
         "boost": {**flags, "grad_accumulation": bool(accumulate)},
         "common": {"device_number": 1},
@@ -71,7 +71,7 @@ def rank_weights(rank: int, scenario: str) -> list[Tensor]:
     whole: nn.Module = net
     if scenario.startswith("parallel"):
         whole = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
-    options: dict[str, Any] = {"boost": boost, "accumulation_steps": 2 if scenario.endswith(("summed", "both")) else 1}
+    options: dict[str, Any] = {"boost": boost, "accumulation_steps": 2 if scenario.endswith("summed") else 1}
     cell: Any = BoostTrainOneStepCell(whole, optimizer, **options)
     if "scaled" in scenario:
         cell = BoostTrainOneStepWithLossScaleCell(whole, optimizer, torch.tensor(256.0), **options)
@@ -85,7 +85,7 @@ def simulated(scenario: str) -> list[Tensor]:
     """The same in one process: gradients averaged, or the workers' own steps merged."""
     net, optimizer, _ = processed(scenario)
     parameters = list(net.parameters())
-    micro = {"accumulated": 2, "summed": 2, "both": 4}.get(scenario.split()[-1], 1)
+    micro = {"accumulated": 2, "summed": 2}.get(scenario.split()[-1], 1)
     for start in range(0, STEPS, micro):
         means = []
         for rank in range(WORLD):

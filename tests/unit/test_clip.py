@@ -7,9 +7,6 @@ import torch
 from torch import nn
 
 from mpkit import optimizers as opt
-from mpkit.boost import (
-    GradientAccumulation,
-)
 from mpkit.diagnose import diagnose
 from mpkit.model import Model
 from mpkit.step import (
@@ -72,16 +69,6 @@ def test_a_cell_clips_and_trains_an_embedding_with_sparse_gradients(scaled):
         cell = TrainOneStepWithLossScaleCell(*parts, torch.tensor(1024.0), clip_norm=0.5)
     cell(torch.tensor([1, 2]), torch.ones(2, 1))
     assert (net[0].weight != before).any(1).tolist() == [False, True, True, False]
-
-
-@pytest.mark.parametrize("sparse_first", [True, False])
-def test_sparse_and_dense_micro_gradients_of_one_weight_are_added(sparse_first):
-    w = nn.Parameter(torch.zeros(3, 1))
-    accumulate = GradientAccumulation(2, torch.optim.SGD([w], 1.0))
-    micro = [torch.sparse_coo_tensor([[1]], [[2.0]], (3, 1)), torch.ones(3, 1)]
-    for gradient in micro if sparse_first else reversed(micro):
-        accumulate(torch.zeros(()), [gradient])
-    assert w.flatten().tolist() == [-0.5, -1.5, -0.5]
 
 
 @pytest.mark.parametrize("make", ["WithLossCell", "build_train_network", "Model", "diagnose"])

@@ -83,21 +83,6 @@ def test_json_may_begin_with_the_mark_that_windows_writes(tmp_path):
     assert files.read_json(tmp_path / "a.json") == {"grid": 1}
 
 
-def test_what_a_kill_left_of_a_file_is_found_by_its_name_however_long_and_through_a_link(tmp_path):
-    held = tmp_path / "disk" / ("é" * 100)
-
-    def killed(file):
-        os.link(file.name, f"{file.name[:-5]}.9.part")
-        raise SystemExit
-
-    with pytest.raises(SystemExit):
-        files.write_whole(held, killed)
-    (tmp_path / "link").symlink_to(held)
-    left = [*held.parent.iterdir()]
-    assert len(left) == 1
-    assert [*files.drafts_of(tmp_path / "link")] == [*files.drafts_of(held)] == left
-
-
 FULL_DISK = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
 
 

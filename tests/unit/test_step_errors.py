@@ -227,12 +227,13 @@ def test_a_state_that_one_part_refuses_reaches_no_other_part():
             return {"held": self.held}
 
         def load_state_dict(self, state):
+            if state["held"] < 0:
+                raise ValueError("held is a count")
             self.held = state["held"]
 
-    counts = Counts()
     optimizers = [opt.Momentum([one_weight()], 0.1, 0.9), opt.Adam([one_weight()], 0.1)]
     step = ScaledStep(optimizers, DynamicLossScaler(8.0, 2, 2))
-    step.hooks.append(counts)
+    step.hooks += [Counts(), Counts()]
     step.backward(sum(o.param_groups[0]["params"][0] for o in optimizers).sum())
     step.update()
     before = copy.deepcopy(step.state_dict())
@@ -242,13 +243,14 @@ def test_a_state_that_one_part_refuses_reaches_no_other_part():
         lambda state: state["optimizers"].reverse(),
         lambda state: state["rule"].clear(),
         lambda state: state.update(scale=torch.ones(3)),
+        lambda state: state["hooks"][1].update(held=-1),
     ):
         saved = copy.deepcopy(before)
-        saved["hooks"] = [{"held": 7}]
+        saved["hooks"] = [{"held": 7}, {"held": 8}]
         saved["optimizers"][0]["param_groups"][0]["momentum"] = 0.5
         change(saved)
         with pytest.raises((ValueError, TypeError)):
             step.load_state_dict(saved)
         assert_same(step.state_dict(), before)
-    step.load_state_dict({**before, "hooks": [{"held": 7}]})
-    assert counts.held == 7
+    step.load_state_dict({**before, "hooks": [{"held": 7}, {"held": 8}]})
+    assert [hook.held for hook in step.hooks] == [7, 8]

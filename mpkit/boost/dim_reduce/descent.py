@@ -222,7 +222,7 @@ class DimReduceUpdate(Wrapped):
 
     what = "dimension reduction"
     refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("accumulation", "freezing", "AdaSum", "dimension reduction"),
+        ("freezing", "AdaSum", "dimension reduction"),
         "it computes the whole move itself, and drives plain SGD",
     )
 

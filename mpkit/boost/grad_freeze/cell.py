@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from mpkit.arguments import Count, check_number, checked
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_freeze.optimizer import FreezeOpt
 from mpkit.step.distributed import mean_
+from mpkit.step.phases import gradients_of
 
 
 @checked
@@ -41,24 +42,20 @@ def freeze_cell(
     Source:  MindSpore boost.grad_freeze.freeze_cell.
     """
 
-    def summed(grads: list[Tensor]) -> None:
-        mean_(grads, (degree or torch.distributed.get_world_size()) if mean else 1)
-
+    divided = ((degree or torch.distributed.get_world_size()) if mean else 1) if reducer_flag else None
     steps = max_accumulation_step if use_grad_accumulation else 1
-    indices = range(len(optimizer.groups))
-    return tuple(FreezeTrainCell(network, optimizer, i, sens, steps, summed if reducer_flag else None) for i in indices)
+    return tuple(FreezeTrainCell(network, optimizer, i, sens, steps, divided) for i in range(len(optimizer.groups)))
 
 
 class FreezeTrainCell(nn.Module):
     """Forward, backward for one freeze group from `sens`, reduce, update; -> the loss. See `freeze_cell`."""
 
     def __init__(
-        self, network: nn.Module, optimizer: FreezeOpt, index: int, sens: float, steps: int, reduce: Any
+        self, network: nn.Module, optimizer: FreezeOpt, index: int, sens: float, steps: int, divided: int | None
     ) -> None:
         super().__init__()
-        self.network, self.optimizer, self.index, self.sens = network, optimizer, index, sens
-        update = partial(optimizer.step_group, index)
-        self.accumulation = GradientAccumulation(steps, optimizer, update=update, reduce=reduce)
+        self.network, self.optimizer, self.index, self.sens, self.divided = network, optimizer, index, sens, divided
+        self.accumulation = GradientAccumulation(steps, optimizer, update=self._update)
 
     def forward(self, *inputs: object) -> Tensor:
         self.optimizer.zero_grad()
@@ -66,3 +63,8 @@ class FreezeTrainCell(nn.Module):
             loss = self.network(*inputs)
             loss.backward(torch.full_like(loss, self.sens))
         return self.accumulation(loss.detach())
+
+    def _update(self) -> None:
+        if self.divided is not None:
+            mean_(gradients_of(self.optimizer.parameters), self.divided)
+        self.optimizer.step_group(self.index)

@@ -18,7 +18,6 @@ class Freeze(Wrapped):
 
     what = "freezing"
     refuses: ClassVar[Mapping[str, str]] = {
-        "accumulation": "the micro-batches of one update must train the same layers; put the accumulation around it",
         "freezing": "a layer can stand still once",
         "dimension reduction": "it needs the gradient of every weight",
     }
