@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Options, Params, Positive, Rate, Share, TwoPositive
+from mpkit.optimizers.arguments import Positive, Rate, Share, TwoPositive
 from mpkit.optimizers.base import Group, Optimizer
 from mpkit.optimizers.many import Many, Number
 from mpkit.optimizers.update import Update, root
@@ -42,27 +43,24 @@ class AdaFactor(Optimizer):
     decays_itself = by_axes = True
     decay_filter = rate_by_group = sliced = False
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate | None = None,
-        eps: TwoPositive = (1e-30, 1e-3),
-        clip_threshold: Positive = 1.0,
-        decay_rate: Positive = 0.8,
-        beta1: Share = 0.9,
-        weight_decay: Share = 0.0,
-        scale_parameter: bool = True,
-        relative_step: bool = True,
-        warmup_init: bool = False,
-        compression: bool = False,
-        loss_scale: Positive = 1.0,
-        **options: Unpack[Options],
-    ) -> None:
-        given, learning_rate = learning_rate, 0.0 if learning_rate is None else learning_rate
-        super().__init__(locals())
-        if (given is not None) == relative_step:
-            raise ValueError(f"give a learning rate or relative_step=True, not {given!r} and {relative_step}")
-        if warmup_init and not relative_step:
+    learning_rate: Rate | None = None
+    eps: TwoPositive = (1e-30, 1e-3)
+    clip_threshold: Positive = 1.0
+    decay_rate: Positive = 0.8
+    beta1: Share = 0.9
+    weight_decay: Share = 0.0
+    scale_parameter: bool = True
+    relative_step: bool = True
+    warmup_init: bool = False
+    compression: bool = False
+    loss_scale: Positive = 1.0
+
+    @staticmethod
+    def together(given: Mapping[str, Any]) -> None:
+        rate, relative = given["learning_rate"], given["relative_step"]
+        if (rate is not None) == relative:
+            raise ValueError(f"give a learning rate or relative_step=True, not {rate!r} and {relative}")
+        if given["warmup_init"] and not relative:
             raise ValueError("warmup_init needs relative_step=True")
 
     def needed(self, p: Tensor, group: Group) -> list[str]:

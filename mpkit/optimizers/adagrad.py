@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 from torch import Tensor
 
-from mpkit.optimizers.arguments import (
-    Decay,
-    NotAbove0,
-    Options,
-    Params,
-    Positive,
-    Rate,
-    Real,
-    Share,
-    ShareOrOne,
-    fixed_rate,
-)
+from mpkit.optimizers.arguments import Decay, FixedRate, NotAbove0, Positive, Rate, Real, Share, ShareOrOne
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.many import Many
 from mpkit.optimizers.update import Update
@@ -43,20 +30,14 @@ class RMSProp(Optimizer):
     slots = {"square": 1.0, "velocity": 0.0, "mean": 0.0}
     switched = {"velocity": "momentum", "mean": "centered"}
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate = 0.1,
-        decay: Share = 0.9,
-        momentum: Real = 0.0,
-        epsilon: Positive = 1e-10,
-        use_locking: bool = False,
-        centered: bool = False,
-        loss_scale: Positive = 1.0,
-        weight_decay: Decay = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
+    learning_rate: Rate = 0.1
+    decay: Share = 0.9
+    momentum: Real = 0.0
+    epsilon: Positive = 1e-10
+    use_locking: bool = False
+    centered: bool = False
+    loss_scale: Positive = 1.0
+    weight_decay: Decay = 0.0
 
     def update(self, u: Update) -> None:
         d, eps, s = u["decay"], u["epsilon"], u.mix("square", u["decay"], u.g, u.g)
@@ -90,17 +71,11 @@ class Adagrad(Optimizer):
 
     slots = {"square": "accum"}
 
-    def __init__(
-        self,
-        params: Params,
-        accum: Real = 0.1,
-        learning_rate: Rate = 0.001,
-        update_slots: bool = True,
-        loss_scale: Positive = 1.0,
-        weight_decay: Decay = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
+    accum: Real = 0.1
+    learning_rate: Rate = 0.001
+    update_slots: bool = True
+    loss_scale: Positive = 1.0
+    weight_decay: Decay = 0.0
 
     def update(self, u: Update) -> None:
         a = u.add("square", u.g, u.g) if u["update_slots"] else u.state["square"]
@@ -119,17 +94,11 @@ class Adadelta(Optimizer):
 
     slots = {"square": 0.0, "change": 0.0}
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate = 1.0,
-        rho: ShareOrOne = 0.9,
-        epsilon: Positive = 1e-6,
-        loss_scale: Positive = 1.0,
-        weight_decay: Decay = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
+    learning_rate: Rate = 1.0
+    rho: ShareOrOne = 0.9
+    epsilon: Positive = 1e-6
+    loss_scale: Positive = 1.0
+    weight_decay: Decay = 0.0
 
     def update(self, u: Update) -> None:
         r, eps, a = u["rho"], u["epsilon"], u.mix("square", u["rho"], u.g, u.g)
@@ -150,19 +119,13 @@ class ProximalAdagrad(Optimizer):
 
     slots = {"square": "accum"}
 
-    def __init__(
-        self,
-        params: Params,
-        accum: Real = 0.1,
-        learning_rate: Rate = 0.001,
-        l1: Real = 0.0,
-        l2: Real = 0.0,
-        use_locking: bool = False,
-        loss_scale: Positive = 1.0,
-        weight_decay: Decay = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
+    accum: Real = 0.1
+    learning_rate: Rate = 0.001
+    l1: Real = 0.0
+    l2: Real = 0.0
+    use_locking: bool = False
+    loss_scale: Positive = 1.0
+    weight_decay: Decay = 0.0
 
     def update(self, u: Update) -> None:
         r = _root(u.add("square", u.g, u.g), u["accum"]).reciprocal().mul_(u.lr)
@@ -191,21 +154,14 @@ class FTRL(Optimizer):
     slots = {"square": "initial_accum", "linear": 0.0}
     decay_filter = rate_by_group = False
 
-    def __init__(
-        self,
-        params: Params,
-        initial_accum: Real = 0.1,
-        learning_rate: float = 0.001,
-        lr_power: NotAbove0 = -0.5,
-        l1: Real = 0.0,
-        l2: Real = 0.0,
-        use_locking: bool = False,
-        loss_scale: Positive = 1.0,
-        weight_decay: Decay = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        fixed_rate(learning_rate)
-        super().__init__(locals())
+    initial_accum: Real = 0.1
+    learning_rate: FixedRate = 0.001
+    lr_power: NotAbove0 = -0.5
+    l1: Real = 0.0
+    l2: Real = 0.0
+    use_locking: bool = False
+    loss_scale: Positive = 1.0
+    weight_decay: Decay = 0.0
 
     def update(self, u: Update) -> None:
         if not isinstance(u.lr, Tensor) and u.lr == 0:

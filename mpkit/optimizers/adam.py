@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, field
+from typing import Any
 
 import torch
 
-from mpkit.optimizers.arguments import Beta, Decay, Options, Params, Positive, Rate
+from mpkit.optimizers.arguments import Beta, Decay, Positive, Rate
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.many import Many
 from mpkit.optimizers.update import Update, root, unbiased
@@ -42,25 +44,22 @@ class Adam(Optimizer):
     slots = {"moment1": 0.0, "moment2": 0.0, "largest2": 0.0}
     switched = {"largest2": "use_amsgrad"}
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate = 1e-3,
-        beta1: Beta = 0.9,
-        beta2: Beta = 0.999,
-        eps: Positive = 1e-8,
-        use_locking: bool = False,
-        use_nesterov: bool = False,
-        weight_decay: Decay = 0.0,
-        loss_scale: Positive = 1.0,
-        use_amsgrad: bool = False,
-        *,
-        use_lazy: bool = False,
-        use_offload: bool = False,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
-        if use_lazy + use_offload + use_amsgrad > 1:
+    learning_rate: Rate = 1e-3
+    beta1: Beta = 0.9
+    beta2: Beta = 0.999
+    eps: Positive = 1e-8
+    use_locking: bool = False
+    use_nesterov: bool = False
+    weight_decay: Decay = 0.0
+    loss_scale: Positive = 1.0
+    use_amsgrad: bool = False
+    _: KW_ONLY
+    use_lazy: bool = False
+    use_offload: bool = False
+
+    @staticmethod
+    def together(given: Mapping[str, Any]) -> None:
+        if sum(given[name] for name in ("use_lazy", "use_offload", "use_amsgrad")) > 1:
             raise ValueError("use_lazy, use_offload and use_amsgrad exclude each other; choose one")
 
     def update(self, u: Update) -> None:
@@ -81,21 +80,9 @@ class LazyAdam(Adam):
     Source:  MindSpore 2.7 nn.LazyAdam (deprecated there in favour of `Adam(use_lazy=True)`).
     """
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate = 1e-3,
-        beta1: Beta = 0.9,
-        beta2: Beta = 0.999,
-        eps: Positive = 1e-8,
-        use_locking: bool = False,
-        use_nesterov: bool = False,
-        weight_decay: Decay = 0.0,
-        loss_scale: Positive = 1.0,
-        **options: Unpack[Options],
-    ) -> None:
-        args = (learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay, loss_scale)
-        super().__init__(params, *args, use_lazy=True, **options)
+    use_lazy: bool = field(default=True, init=False)
+    use_offload: bool = field(default=False, init=False)
+    use_amsgrad: bool = field(default=False, init=False)
 
 
 class AdamOffload(Adam):
@@ -106,21 +93,9 @@ class AdamOffload(Adam):
 
     centralizes = False
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate = 1e-3,
-        beta1: Beta = 0.9,
-        beta2: Beta = 0.999,
-        eps: Positive = 1e-8,
-        use_locking: bool = False,
-        use_nesterov: bool = False,
-        weight_decay: Decay = 0.0,
-        loss_scale: Positive = 1.0,
-        **options: Unpack[Options],
-    ) -> None:
-        args = (learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay, loss_scale)
-        super().__init__(params, *args, use_offload=True, **options)
+    use_lazy: bool = field(default=False, init=False)
+    use_offload: bool = field(default=True, init=False)
+    use_amsgrad: bool = field(default=False, init=False)
 
 
 class AdamWeightDecay(Optimizer):
@@ -137,17 +112,11 @@ class AdamWeightDecay(Optimizer):
     slots = {"moment1": 0.0, "moment2": 0.0}
     decays_itself = True
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate = 1e-3,
-        beta1: Beta = 0.9,
-        beta2: Beta = 0.999,
-        eps: Positive = 1e-6,
-        weight_decay: Decay = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
+    learning_rate: Rate = 1e-3
+    beta1: Beta = 0.9
+    beta2: Beta = 0.999
+    eps: Positive = 1e-6
+    weight_decay: Decay = 0.0
 
     def update(self, u: Update) -> None:
         m, v = moments(u)
@@ -165,18 +134,12 @@ class AdaMax(Optimizer):
 
     slots = {"moment1": 0.0, "largest": 0.0}
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate = 1e-3,
-        beta1: Beta = 0.9,
-        beta2: Beta = 0.999,
-        eps: Positive = 1e-8,
-        weight_decay: Decay = 0.0,
-        loss_scale: Positive = 1.0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
+    learning_rate: Rate = 1e-3
+    beta1: Beta = 0.9
+    beta2: Beta = 0.999
+    eps: Positive = 1e-8
+    weight_decay: Decay = 0.0
+    loss_scale: Positive = 1.0
 
     def update(self, u: Update) -> None:
         b1, b2 = u["betas"]
@@ -199,17 +162,11 @@ class Lamb(Optimizer):
     decays_itself = True
     sliced = False
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate,
-        beta1: Beta = 0.9,
-        beta2: Beta = 0.999,
-        eps: Positive = 1e-6,
-        weight_decay: Decay = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
+    learning_rate: Rate
+    beta1: Beta = 0.9
+    beta2: Beta = 0.999
+    eps: Positive = 1e-6
+    weight_decay: Decay = 0.0
 
     def update(self, u: Update) -> None:
         (b1, b2), (m, v) = u["betas"], moments(u)

@@ -1,21 +1,23 @@
-"""What all optimizers share: groups, rates, decay, gradient transforms, static loss scale, counters, skipping.
+"""What all optimizers share: decay, centralization, static loss scale, masters, counters, skipping, saving.
 
-A subclass gives its arguments (their checks stand in the annotations), `slots`, the state a weight starts with, and
+A subclass declares its arguments (their checks stand in the annotations), `slots`, the state a weight starts with, and
 `update`, its formula on an `Update`. Counters and rates are host numbers until a `found_inf` tensor has been seen on a
 device; then they live there, because only the device knows which steps were applied.
 """
 
-from __future__ import annotations
+# no `from __future__ import annotations`: the fields of `Optimizer` are read in the modules of its subclasses
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from dataclasses import KW_ONLY, dataclass, fields
+from inspect import get_annotations
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_alike, check_count, check_flags, check_function, checks_of
-from mpkit.optimizers.arguments import Options, centralized, parameters_of
-from mpkit.optimizers.groups import Group, Grouped, learning_rate_of, split_groups, weight_decay_of
+from mpkit.arguments import check_alike, check_count, checks_of
+from mpkit.optimizers.arguments import Params, centralized, parameters_of
+from mpkit.optimizers.groups import Group, Grouped, split_groups
 from mpkit.optimizers.many import Many, Number
 from mpkit.optimizers.saved import check_saved
 from mpkit.optimizers.update import Update, follow_, silenced
@@ -26,29 +28,42 @@ AT_HAND = frozenset({"cpu"})
 """Devices whose memory is the host's own: looking at a flag there waits for nothing, and a step that is applied costs
 what it costs without the flag. Elsewhere the decision is taken on the device, by neutral coefficients."""
 
-LARGE, SLICE = 2**18, 2**18
-"""Values above which a tensor on a CPU is updated alone, some rows after the other: what a formula computes on the way
-then stays in the cache, where the memory of a whole tensor would be asked from the system anew each time."""
+LARGE = 2**18
+"""Values above which a tensor on a CPU is updated alone, some rows of so many values after the other: what a formula
+computes on the way then stays in the cache, where memory for a whole tensor would be asked from the system anew."""
 
 LOT = 2**24
 """Values that are updated together, on any device: a formula, and 16-bit weights even more, need memory on the way."""
 
-NEEDED = ("params", "learning_rate", "weight_decay", "options")
 UNUSED = ("use_locking", "use_offload", "compression")  # taken for MindSpore's sake, without effect
-NOT_HYPER = frozenset({*NEEDED, *UNUSED, "loss_scale", "beta1", "beta2"})
+OWN = ("params", "learning_rate", "loss_scale", "count_skipped", "faithful", *UNUSED)
+"""Arguments of an optimizer; all others are options of its groups."""
+
+Rule = TypeVar("Rule", bound=type)
 
 
+def declared(rule: Rule) -> Rule:
+    """Give a class a constructor of its declared arguments, in order; afterwards they are no attributes of it."""
+    dataclass(eq=False, repr=False)(rule)
+    for f in fields(rule):
+        if f.name in vars(rule):
+            delattr(rule, f.name)
+    return rule
+
+
+@declared
+@dataclass_transform(eq_default=False)
 class Optimizer(Grouped):
     """Base of mpkit's optimizers: a `torch.optim.Optimizer` with MindSpore's groups, decay and loss scale.
 
     Before the formula of a subclass, gradients pass through (S the static `loss_scale`):
 
-        g <- g + (weight_decay * S) * w;   g <- transform(g);   g <- g * (1 / S)
+        g <- g + (weight_decay * S) * w;   g <- centralized(g), where asked for;   g <- g * (1 / S)
 
     so that afterwards g is the plain gradient plus decay when the loss was multiplied by S.
 
-    To add one, write its `slots`, its `update`, and a constructor whose annotations carry the checks and which ends in
-    `super().__init__(locals())`; arguments that are none of those below become options of the groups.
+    To add one, declare its arguments as the fields of a dataclass are declared, with annotations that carry their
+    checks, and write its `slots` and its `update`; arguments that are none of those below become options of the groups.
 
     Args:
         params:         parameters, (name, parameter) pairs, or dicts with `params`, `lr`, `weight_decay`,
@@ -57,7 +72,11 @@ class Optimizer(Grouped):
         weight_decay:   number >= 0, or a function of the step. Ungrouped and named parameters are decayed unless their
                         name contains "beta" or "gamma"; grouped or unnamed ones all are. Biases are decayed.
         loss_scale:     number > 0 by which the loss was multiplied.
-        options:        see `Options`.
+        count_skipped:  True lets a skipped step advance the schedule (never the moments); default False, as the
+                        reference, whose optimizer does not run at all on overflow.
+        faithful:       True reproduces two roundings of MindSpore: fixed rates pass through float32 `(lr + 1) - 1` when
+                        another rate is dynamic, and centralization only touches gradients whose axis 1 is a multiple of
+                        16. Default False does neither.
 
     Precision:  moments are float32, and **16-bit parameters are updated through a float32 master copy** that is kept
                 in the state, so a network in pure bfloat16 does not forget small updates, and takes 4 bytes more for
@@ -73,6 +92,11 @@ class Optimizer(Grouped):
     Source:     MindSpore 2.7 nn.Optimizer.
     """
 
+    params: Params
+    _: KW_ONLY
+    count_skipped: bool = False
+    faithful: bool = False
+
     slots: ClassVar[Mapping[str, float | str]] = {}  # state -> its first value, or the hyper-parameter that gives it
     switched: ClassVar[Mapping[str, str]] = {}  # state -> the hyper-parameter without which it is not needed
     decays_itself = False  # True where `update` applies weight decay, and no static loss scale is divided out
@@ -81,37 +105,40 @@ class Optimizer(Grouped):
     by_axes = False  # True where matrices have another state than vectors
     sliced = True  # False where a number depends on the others of its tensor, or nothing is computed on the way
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        check_alike("given, the locals() of a constructor", given, dict.fromkeys(("__class__", *NEEDED)))
-        given = {name: check(name, given[name]) for name, check in checks_of(given["__class__"].__init__).items()}
-        options, hyper = given["options"], {name: x for name, x in given.items() if name not in NOT_HYPER}
-        if unknown := set(options) - set(Options.__annotations__):
-            raise TypeError(f"{type(self).__name__} does not take {sorted(unknown)}")
-        check_flags(**{key: options.get(key, False) for key in ("count_skipped", "faithful")})
-        self.gradient_transform = options.get("gradient_transform")
-        what = "a function (gradients, parameters, group) -> gradients"
-        check_function("gradient_transform", self.gradient_transform, what, optional=True)
-        if "beta2" in given:
-            hyper["betas"] = (given["beta1"], given["beta2"])
-        elif "beta1" in given:
-            hyper["beta1"] = given["beta1"]
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" not in vars(cls) and get_annotations(cls):
+            declared(cls)
+
+    def __post_init__(self) -> None:
+        given = {f.name: vars(self).pop(f.name, f.default) for f in fields(self)}  # type: ignore[arg-type]
+        rule: Any = next(cls for cls in type(self).__mro__ if "__dataclass_fields__" in vars(cls))
+        given.update({name: check(name, given[name]) for name, check in checks_of(rule.__init__).items()})
+        self.together(given)
         groups, order, grouped = split_groups(given["params"])
         self.loss_scale: float = given.get("loss_scale", 1.0)
-        self.count_skipped, self.faithful = options.get("count_skipped", False), options.get("faithful", False)
+        self.count_skipped, self.faithful = given["count_skipped"], given["faithful"]
+        hyper = {name: x for name, x in given.items() if name not in OWN}
+        if "beta2" in hyper:
+            hyper["betas"] = (hyper.pop("beta1"), hyper.pop("beta2"))
         self.gradient_rule: Callable[[Update], Many] | None = None  # LARS puts its own here: decay, scaling and all
         # A dict, because torch.compile drops what a compiled step writes to attributes of an optimizer. "calls" is at
         # least the number of applied steps, and known without a host read.
         self._counts: dict[str, Any] = {"global_step": 0, "calls": 0}
         self._plain_closure = self.rates_grouped = False
         defaults = {
-            "lr": learning_rate_of(given["learning_rate"]),
-            "weight_decay": weight_decay_of(given["weight_decay"]),
+            "lr": given.get("learning_rate") or 0.0,
+            "weight_decay": 0.0,
             "grad_centralization": False,
             "decay_by_name": not grouped and self.decay_filter,
             "updates": 0,
         }
         super().__init__(groups, {**defaults, **hyper})
         self._order = self._checked_order(order)
+
+    @staticmethod
+    def together(given: Mapping[str, Any]) -> None:
+        """Raise ValueError for arguments that do not go together."""
 
     def update(self, u: Update) -> None:
         """Apply the formula to one `Update`, in place."""
@@ -187,7 +214,7 @@ class Optimizer(Grouped):
         """Indices of the parameters that have a gradient, by what one `Update` takes together."""
         found: dict[Any, list[int]] = {}
         sizes: dict[Any, int] = {}
-        lazy, split = group.get("use_lazy"), self.gradient_transform is None
+        lazy = group.get("use_lazy")
         for i, p in enumerate(group["params"]):
             if (grad := p.grad) is None:
                 continue
@@ -195,8 +222,8 @@ class Optimizer(Grouped):
                 raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
             key = p.device, p.dtype, self.by_axes and p.ndim > 1
             sizes[key] = size = sizes.get(key, 0) + p.numel()
-            alone = rows or (split and p.is_cpu and p.numel() > LARGE)
-            found.setdefault((*key, ~i if alone else split and size // LOT), []).append(i)  # ~i is negative: no lot
+            alone = rows or (p.is_cpu and p.numel() > LARGE)
+            found.setdefault((*key, ~i if alone else size // LOT), []).append(i)  # ~i is negative: no lot
         return list(found.values())
 
     def _update(
@@ -229,7 +256,7 @@ class Optimizer(Grouped):
         u.g = self._prepared(u) if self.gradient_rule is None else self.gradient_rule(u)
         if keep is not None:
             u.g = silenced(u.g, keep)
-        for each in u.slices(SLICE) if self.sliced and weights[0].numel() > LARGE else (u,):
+        for each in u.slices(LARGE) if self.sliced else (u,):
             self.update(each)
         if rows:
             whole[0][at] = weights[0]
@@ -250,7 +277,7 @@ class Optimizer(Grouped):
         return states
 
     def _prepared(self, u: Update) -> Many:
-        """Decay, centralization, the transform, and the static loss scale."""
+        """Decay, centralization, and the static loss scale."""
         g, group = u.g, u.group
         if not self.decays_itself and (where := u.decayed()):
             # the gradient is still S times too large here, so the decay is made so too; 1 / S comes last
@@ -258,8 +285,6 @@ class Optimizer(Grouped):
         if group["grad_centralization"] and self.centralizes:
             multiple = max(int(group["grad_centralization"]), 16 if self.faithful else 1)  # a group may say 16 itself
             g = g.map(lambda x: centralized(x, multiple))
-        if self.gradient_transform is not None:
-            g = Many(list(self.gradient_transform(list(g.xs), [group["params"][i] for i in u.chosen], group)))
         return g if self.loss_scale == 1.0 or self.decays_itself else g * (1.0 / self.loss_scale)
 
     # -- saving and copying
@@ -279,50 +304,33 @@ class Optimizer(Grouped):
 
         Raises:  ValueError for the state of another optimizer or of other groups; nothing is changed then.
         """
-        if not isinstance(state_dict, Mapping):
-            check_saved(self, state_dict)
-        taken: dict[str, Any] = {}
+        self.check_state(state_dict)
         before = self.param_groups
-        # between the hooks of others: checked is what theirs have made of the state, and theirs see it complete
-        hooks = (
-            self.register_load_state_dict_pre_hook(lambda _, given: taken.update(self.check_state(given))),
-            self.register_load_state_dict_post_hook(lambda _: self._complete(taken, before), prepend=True),
-        )
-        try:
-            super().load_state_dict(dict(state_dict))
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _complete(self, saved: dict[str, Any], before: list[Group]) -> None:
-        """What torch does not load as it was saved: float32 state of 16-bit parameters, schedules, counters."""
-        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        super().load_state_dict(dict(state_dict))
+        # torch does not load as they were saved: float32 state of 16-bit parameters, schedules, counters
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         for p, key in zip(parameters_of(self), keys):
-            for name, value in saved["state"].get(key, {}).items():
+            for name, value in state_dict["state"].get(key, {}).items():
                 self.state[p][name] = value.detach().to(p.device, copy=True)
         for old, new in zip(before, self.param_groups):
             for name in ("lr", "weight_decay"):
                 new.setdefault(name, old[name])
-        self._counts = {"global_step": saved["global_step"], "calls": saved["global_step"]}
+        self._counts = {"global_step": state_dict["global_step"], "calls": state_dict["global_step"]}
 
-    def check_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+    def check_state(self, saved: dict[str, Any]) -> None:
         """Raise TypeError or ValueError unless each saved weight has the tensors that it starts with here."""
         check_saved(self, saved, whole=True)
-        if "global_step" not in saved:
-            raise ValueError(f"this state has no global_step; {type(self).__name__} needs what its state_dict() gave")
+        check_alike("the state", saved, {"global_step": 0})
         check_count("global_step", saved["global_step"], low=0)
         for group, there in zip(self.param_groups, saved["param_groups"]):
             check_count("updates", there["updates"], low=0)
             for p, key in zip(group["params"], there["params"]):
                 if (held := saved["state"].get(key)) is not None:
                     fresh = {slot: self.first(slot, p.detach(), group) for slot in self.needed(p, group)}
-                    check_alike(
-                        f"state[{key!r}]", held, {**fresh, **({"master": p.detach()} if "master" in held else {})}
-                    )
-        return saved
+                    check_alike(f"state[{key!r}]", held, fresh | ({"master": p.detach()} if "master" in held else {}))
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("loss_scale", "gradient_transform", "count_skipped", "faithful", "_counts", "_plain_closure")
+        mine = ("loss_scale", "count_skipped", "faithful", "_counts", "_plain_closure")
         rest = ("gradient_rule", "rates_grouped", "_order")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in (*mine, *rest)}}
 

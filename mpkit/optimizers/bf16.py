@@ -13,7 +13,7 @@ from torch.optim import Optimizer as TorchOptimizer
 
 from mpkit.arguments import check_alike, check_choice, check_kind
 from mpkit.optimizers.arguments import inner, parameters_of
-from mpkit.optimizers.saved import check_saved
+from mpkit.optimizers.saved import check_state
 from mpkit.optimizers.wrapper import Wrapper
 
 Way = Literal["stochastic", "kahan"]
@@ -162,22 +162,19 @@ class BFloat16Weights(Wrapper):
         """The state of the optimizer inside, what Kahan keeps, and the generator's state."""
         with self._float32():
             inside = self.optimizer.state_dict()
-        lost = [self._lost[p].clone() for p in self._stand_ins() if p in self._lost]
         generator = None if self.generator is None else self.generator.get_state()
-        return {"inner": inside, "way": self.way, "lost": lost, "generator": generator}
+        return {"inner": inside, "way": self.way, "lost": [x.clone() for x in self._lost_now()], "generator": generator}
 
     def check_state(self, saved: dict[str, Any]) -> None:
         """Raise TypeError or ValueError for a state of another way or other parameters."""
-        check_alike("the state of BFloat16Weights", saved, {"inner": {}, "way": None, "lost": None, "generator": None})
-        check_kind("lost", saved["lost"], (list, tuple), "a list of tensors")
-        for value in saved["lost"]:
-            check_kind("each of lost", value, Tensor, "a tensor")
-        check_kind("generator", saved["generator"], Tensor, "a generator's state", optional=True)
-        check_saved(self.optimizer, saved["inner"])
+        name = "the state of BFloat16Weights"
+        check_alike(name, saved, {"way": None})
         if saved["way"] != self.way:
             raise ValueError(f"this state belongs to way={saved['way']!r}, this optimizer has way={self.way!r}")
-        if [v.shape for v in saved["lost"]] != [v.shape for v in self._lost_now()]:
-            raise ValueError("this state belongs to other parameters: what Kahan kept has other shapes")
+        check_alike(name, saved, {"inner": {}, "lost": self._lost_now(), "generator": None})
+        check_kind("generator", saved["generator"], Tensor, "a generator's state", optional=True)
+        with self._float32(filled=True):  # a state is checked, and cast by torch, beside the weights it belongs to
+            check_state(self.optimizer, saved["inner"])
 
     def _lost_now(self) -> list[Tensor]:
         return [self._lost[p] for p in self._stand_ins() if p in self._lost]
@@ -185,10 +182,9 @@ class BFloat16Weights(Wrapper):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another way or other parameters."""
         self.check_state(state)
-        lost = self._lost_now()
-        with self._float32(filled=True):  # torch casts a state to the shape and dtype of its parameter
+        with self._float32(filled=True):
             self.optimizer.load_state_dict(copy.deepcopy(state["inner"]))
-        for value, saved in zip(lost, state["lost"]):
+        for value, saved in zip(self._lost_now(), state["lost"]):
             value.copy_(saved)
         if self.generator is not None and state["generator"] is not None:
             self.generator.set_state(state["generator"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
@@ -11,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_flags, check_kind, check_number, is_number
-from mpkit.optimizers.arguments import Decay, parameters_of
+from mpkit.arguments import check_flags, check_kind
+from mpkit.optimizers.arguments import learning_rate_of, parameters_of, weight_decay_of
 from mpkit.optimizers.many import Number
 from mpkit.schedules import LearningRateSchedule, ListedLR
 
@@ -48,7 +46,7 @@ class Grouped(torch.optim.Optimizer):
             raise RuntimeError("a parameter is in two groups, or twice in one; it would be updated twice")
         for key, converted in (("lr", learning_rate_of), ("weight_decay", weight_decay_of)):
             if key in group:
-                group[key] = converted(group[key])
+                group[key] = converted(key, group[key])
         if callable(group.get("weight_decay")) and not self.decay_varies:
             raise TypeError(f"{name} takes a fixed weight decay; use Momentum for one that changes")
         check_flags(grad_centralization=group.get("grad_centralization", False))
@@ -80,7 +78,7 @@ class Grouped(torch.optim.Optimizer):
     def _rate(self, group: Group) -> Number:
         rate, step = group["lr"], self._counts["global_step"]
         if not isinstance(rate, float | LearningRateSchedule) and not (isinstance(rate, Tensor) and rate.ndim == 0):
-            rate = group["lr"] = learning_rate_of(rate)  # set by hand, as the constructor takes it
+            rate = group["lr"] = learning_rate_of("lr", rate)  # set by hand, as the constructor takes it
         if isinstance(rate, LearningRateSchedule):
             if isinstance(rate, ListedLR) and self._counts["calls"] >= len(rate.values):
                 step = int(step)  # perhaps past the end, which only the host can report
@@ -95,7 +93,7 @@ class Grouped(torch.optim.Optimizer):
         decay = group["weight_decay"]
         if callable(decay):
             return _at(decay, self._counts["global_step"])
-        return decay if isinstance(decay, float | Tensor) else check_number("weight_decay", decay)
+        return decay if isinstance(decay, float | Tensor) else weight_decay_of("weight_decay", decay)
 
     def get_lr(self) -> Tensor | list[Tensor]:
         """The rate of the next step, 0-d float32; one per parameter, in order, when groups were given rates."""
@@ -124,38 +122,6 @@ def _at(function: Callable[[Any], Any], step: int | Tensor) -> Number:
     if isinstance(function, LearningRateSchedule) and isinstance(step, Tensor):
         return torch.as_tensor(function.rate(step.double()), dtype=torch.float64, device=step.device)
     return function(step)
-
-
-def learning_rate_of(value: object) -> float | LearningRateSchedule:
-    """What a user may pass as a rate -> a number or a schedule.
-
-    Raises:  TypeError for None and other kinds; ValueError for a negative or infinite number, a string or a tensor of
-             two axes.
-    """
-    if isinstance(value, LearningRateSchedule):
-        return value
-    if isinstance(value, str):
-        raise ValueError(f"a learning rate is a number, a list or a schedule, got the string {value!r}")
-    if isinstance(value, Tensor | np.ndarray):
-        if value.ndim > 1:
-            raise ValueError(f"a tensor of learning rates has 0 or 1 axes, got shape {tuple(value.shape)}")
-        value = value.tolist()
-    if is_number(value):
-        huge = isinstance(value, int) and abs(value) > sys.float_info.max
-        rate = math.inf if huge else float(value)
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"a learning rate must be at least 0 and finite, got {value}")
-        return rate
-    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping):
-        return ListedLR(tuple(value))
-    raise TypeError(f"a learning rate is a number, a list, a tensor or a schedule, got {value!r}")
-
-
-def weight_decay_of(value: object) -> Decay:
-    """A number at least 0, or a function of the step -> the same, the number as float."""
-    if callable(value):
-        return value
-    return check_number("weight_decay", value)
 
 
 def is_named(item: object) -> TypeGuard[tuple[str, Tensor]]:

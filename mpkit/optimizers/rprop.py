@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Decay, Float, Options, Pair, Params, Rate
+from mpkit.optimizers.arguments import Decay, Float, Pair, Rate
 from mpkit.optimizers.base import Group, Optimizer
 from mpkit.optimizers.update import Update
 
@@ -25,18 +26,15 @@ class Rprop(Optimizer):
 
     slots = {"before": 0.0, "step": 0.0}
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate = 0.1,
-        etas: Pair = (0.5, 1.2),
-        step_sizes: Pair = (1e-6, 50.0),
-        weight_decay: Decay = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
-        if not etas[0] < 1 < etas[1]:
-            raise ValueError(f"need 0 < etas[0] < 1 < etas[1], got {etas}")
+    learning_rate: Rate = 0.1
+    etas: Pair = (0.5, 1.2)
+    step_sizes: Pair = (1e-6, 50.0)
+    weight_decay: Decay = 0.0
+
+    @staticmethod
+    def together(given: Mapping[str, Any]) -> None:
+        if not given["etas"][0] < 1 < given["etas"][1]:
+            raise ValueError(f"need 0 < etas[0] < 1 < etas[1], got {given['etas']}")
 
     def first(self, slot: str, weight: Tensor, group: Group) -> Tensor:
         if slot == "before":
@@ -67,17 +65,11 @@ class ASGD(Optimizer):
 
     slots = {"average": 0.0}
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate = 0.1,
-        lambd: Float = 1e-4,
-        alpha: Float = 0.75,
-        t0: Float = 1e6,
-        weight_decay: Decay = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
+    learning_rate: Rate = 0.1
+    lambd: Float = 1e-4
+    alpha: Float = 0.75
+    t0: Float = 1e6
+    weight_decay: Decay = 0.0
 
     def update(self, u: Update) -> None:
         lambd, average = u["lambd"], u.state["average"]

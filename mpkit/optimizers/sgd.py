@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Decay, Float, Options, Params, Positive, Rate, Real
+from mpkit.optimizers.arguments import Decay, Float, Positive, Rate, Real
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.update import Update
 
@@ -24,17 +25,11 @@ class Momentum(Optimizer):
     slots = {"velocity": 0.0}
     sliced = False
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate,
-        momentum: Float,
-        weight_decay: Decay = 0.0,
-        loss_scale: Positive = 1.0,
-        use_nesterov: bool = False,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
+    learning_rate: Rate
+    momentum: Float
+    weight_decay: Decay = 0.0
+    loss_scale: Positive = 1.0
+    use_nesterov: bool = False
 
     def update(self, u: Update) -> None:
         v = u.add("velocity", u.g, hold=u["momentum"])
@@ -58,19 +53,17 @@ class SGD(Optimizer):
     switched = {"velocity": "momentum"}
     decay_varies = sliced = False
 
-    def __init__(
-        self,
-        params: Params,
-        learning_rate: Rate = 0.1,
-        momentum: Real = 0.0,
-        dampening: Real = 0.0,
-        weight_decay: Real = 0.0,
-        nesterov: bool = False,
-        loss_scale: Positive = 1.0,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(locals())
-        if nesterov and (momentum == 0 or dampening != 0):
+    learning_rate: Rate = 0.1
+    momentum: Real = 0.0
+    dampening: Real = 0.0
+    weight_decay: Real = 0.0
+    nesterov: bool = False
+    loss_scale: Positive = 1.0
+
+    @staticmethod
+    def together(given: Mapping[str, Any]) -> None:
+        momentum, dampening = given["momentum"], given["dampening"]
+        if given["nesterov"] and (momentum == 0 or dampening != 0):
             raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
 
     def update(self, u: Update) -> None:

@@ -45,7 +45,7 @@ class Update:
     def slices(self, size: int) -> list[Update]:
         """This update, one tensor of a CPU about `size` values after the other."""
         w = self.w.xs[0]
-        if len(self.w.xs) > 1 or not w.is_cpu or torch.compiler.is_compiling():
+        if len(self.w.xs) > 1 or w.numel() <= size or not w.is_cpu or torch.compiler.is_compiling():
             return [self]
         rows = max(1, size * len(w) // w.numel())
         parts = zip(*(many.xs[0].split(rows) for many in (self.w, self.g, *self.state.values())))

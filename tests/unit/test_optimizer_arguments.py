@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from stepping import parameters, train
-from torch import Tensor, nn
+from torch import nn
 
 from mpkit import optimizers as opt
 from mpkit.optimizers.arguments import coming_rate
 from mpkit.optimizers.groups import listed
-from mpkit.optimizers.saved import check_saved
 from mpkit.schedules import ListedLR, PolynomialDecayLR, WarmUpLR
 
 P = parameters()
@@ -143,32 +142,11 @@ def test_values_that_look_bad_but_are_legal():
     opt.LARS(opt.SGD([P[0]]), lars_filter=lambda x: "bias" not in x.name)
 
 
-@pytest.mark.parametrize(
-    ("make", "given"),
-    [
-        (opt.AdamOffload, {"use_lazy": True}),
-        (opt.LazyAdam, {"use_offload": True}),
-        (opt.AdamOffload, {"use_amsgrad": True}),
-        (opt.LazyAdam, {"use_amsgrad": True}),
-    ],
-)
-def test_the_short_names_of_adam_are_adam_with_their_flag(make: Any, given: dict[str, bool]) -> None:
-    """So what Adam refuses beside that flag they refuse too."""
-    with pytest.raises(ValueError, match="exclude each other"):
-        make([nn.Parameter(torch.zeros(1))], **given)
-
-
 @pytest.mark.parametrize("params", [torch.ones(2), "weight", {"weight": torch.ones(2)}, 3], ids=str)
 def test_parameters_come_in_a_list(params: Any) -> None:
     """A tensor, a text and a mapping could be gone through too, and would give something else."""
     with pytest.raises(TypeError, match=r"must be an iterable of parameters, got .*; put it into a list"):
         listed(params, "params")
-
-
-@pytest.mark.parametrize("saved", [{"state": {}}, {"param_groups": []}, [], None])
-def test_what_is_no_state_of_an_optimizer_is_told_from_one_of_another(saved: object) -> None:
-    with pytest.raises(ValueError, match="needs what state_dict"):
-        check_saved(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), saved)
 
 
 @pytest.mark.parametrize(
@@ -362,21 +340,6 @@ def test_centralization_in_a_group_follows_decay_and_knows_the_reference_multipl
         p.grad = torch.ones(shape)
         opt.SGD([{"params": [p], "grad_centralization": True}], 1.0, faithful=faithful).step()
         assert (not p.any()) == want
-
-
-def test_a_gradient_transform_comes_after_decay_and_before_the_loss_scale():
-    p = nn.Parameter(torch.ones(2))
-    seen = []
-
-    def transform(grads: list[Tensor], params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        assert params[0] is p
-        seen.append(grads[0].clone())
-        return [g + group["lr"] for g in grads]
-
-    p.grad = torch.full((2,), 4.0)
-    opt.SGD([p], 0.5, weight_decay=0.25, loss_scale=4.0, gradient_transform=transform).step()
-    assert torch.equal(seen[0], torch.full((2,), 5.0))  # 4 + 0.25 * 4 * 1
-    assert torch.equal(p.detach(), torch.full((2,), 1 - 0.5 * 5.5 / 4))
 
 
 def net() -> nn.Module:

@@ -309,7 +309,7 @@ def test_a_copy_of_bfloat16_weights_trains_itself_on_the_same_bits(way, copied):
 
 def test_an_error_inside_leaves_bfloat16_weights_in_their_place():
     p = bfloat16_weights()
-    optimizer = opt.BFloat16Weights(opt.SGD([p], 1.0, gradient_transform=lambda grads, params, group: 1 / 0), "kahan")
+    optimizer = opt.BFloat16Weights(opt.Momentum([p], 1.0, 0.0, weight_decay=lambda step: 1 / 0), "kahan")
     with pytest.raises(ZeroDivisionError):
         stepped(optimizer)
     assert optimizer.param_groups[0]["params"] == [p]

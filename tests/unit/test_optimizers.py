@@ -213,7 +213,7 @@ def test_a_loaded_state_shares_no_memory_with_the_file(name):
 @pytest.mark.parametrize("kept", [1, 3])
 def test_the_state_of_another_number_of_parameters_is_refused_in_our_words(name, kept):
     saved = MEMBERS[name](parameters()[:kept]).state_dict()
-    with pytest.raises(ValueError, match=rf"groups of \[{kept}\] parameters, this \w+ of \[2\]; build it as it was"):
+    with pytest.raises(ValueError, match=f"needs 2 entries, got {kept}"):
         MEMBERS[name](parameters()[:2]).load_state_dict(saved)
 
 
@@ -366,43 +366,3 @@ def test_a_parameter_without_values_is_no_obstacle(make, shape):
     assert full.isfinite().all()
     assert (full < 1).all()
     assert empty.isfinite().all()
-
-
-def test_hooks_around_loading_see_the_whole_state_and_have_the_last_word():
-    p = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    optimizer = opt.Momentum([p], 0.25, 0.5)
-    stepped(optimizer)
-    saved = optimizer.state_dict()
-
-    def doubled(_, state):
-        assert state["global_step"] == 1
-        state = copy.deepcopy(state)
-        state["state"][0]["velocity"] *= 2
-        return state
-
-    def counted(loaded):
-        assert loaded.state[p]["velocity"].dtype == torch.float32
-        assert loaded.global_step == 1
-        loaded.state[p]["velocity"] += 1
-
-    optimizer.register_load_state_dict_pre_hook(doubled)
-    optimizer.register_load_state_dict_post_hook(counted)
-    optimizer.load_state_dict(saved)
-    assert optimizer.state[p]["velocity"].tolist() == [3.0, 3.0]
-    copy.deepcopy(optimizer).load_state_dict(saved)  # nothing of ours is left among the hooks
-    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
-
-
-def test_what_a_hook_makes_of_a_state_is_checked_before_anything_is_loaded():
-    p = nn.Parameter(torch.ones(2))
-    optimizer = opt.Momentum([p], 0.25, 0.5)
-    stepped(optimizer)
-    saved = optimizer.state_dict()
-    stepped(optimizer)
-    before = copy.deepcopy(optimizer.state_dict())
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "global_step": -1})
-    with pytest.raises(ValueError, match="global_step"):
-        optimizer.load_state_dict(saved)
-    after = optimizer.state_dict()
-    assert after["global_step"] == before["global_step"] == 2
-    assert torch.equal(after["state"][0]["velocity"], before["state"][0]["velocity"])

@@ -182,7 +182,7 @@ def test_the_state_of_a_subclass_is_one_of_its_kind():
     steps[0].load_state_dict(steps[1].state_dict())
     steps[1].load_state_dict(steps[0].state_dict())
     state = steps[1].state_dict()
-    for wrong, error in ((5, TypeError), ([5], TypeError), ([[5]], TypeError), ([[[]]], ValueError), ([], ValueError)):
+    for wrong, error in ((5, TypeError), ([5], TypeError), ([[5]], TypeError), ([[[]]], TypeError), ([], ValueError)):
         with pytest.raises(error, match="kinds"):
             steps[1].load_state_dict({**state, "kinds": wrong})
 
