@@ -176,20 +176,6 @@ def momentum() -> optimizers.Optimizer:
     return optimizers.Momentum(list(network().parameters()), 0.1, 0.9)
 
 
-def subclassed(own: dict[str, typing.Any]) -> dict[str, typing.Any]:
-    """What the constructor of a rule hands to that of `Optimizer`."""
-    return {
-        "learning_rate": 0.1,
-        "momentum": 0.9,
-        "weight_decay": 0.0,
-        "loss_scale": 1.0,
-        "use_nesterov": False,
-        "options": {},
-        "__class__": optimizers.Momentum,
-        **own,
-    }
-
-
 def frozen() -> FreezeOpt:
     params = list(network().parameters())
     return FreezeOpt(torch.optim.SGD(params, 0.1), [params, params[2:]])
@@ -340,7 +326,6 @@ RIGHT_FOR = {  # one callable's own
         "progress": lambda: False,
     },
     "model.Checkpoint": {"path": lambda: FILES / "a.ckpt"},
-    "optimizers.Optimizer": {"given": lambda: subclassed({"params": list(network().parameters())})},
     "optimizers.BFloat16Weights": {"optimizer": lambda: torch.optim.SGD(network().bfloat16().parameters(), 0.1)},
     "policies.advance": {
         "policy": lambda: preset("torch"),
