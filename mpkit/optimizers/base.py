@@ -8,15 +8,14 @@ device; then they live there, because only the device knows which steps were app
 # no `from __future__ import annotations`: the fields of `Optimizer` are read in the modules of its subclasses
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, fields
-from inspect import get_annotations
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from dataclasses import KW_ONLY
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_alike, check_count, checks_of
-from mpkit.optimizers.arguments import Params, centralized, parameters_of
+from mpkit.arguments import check_alike, check_count
+from mpkit.optimizers.arguments import Declared, Params, centralized, parameters_of
 from mpkit.optimizers.groups import Group, Grouped, split_groups
 from mpkit.optimizers.many import Many, Number
 from mpkit.optimizers.saved import check_saved
@@ -39,21 +38,8 @@ UNUSED = ("use_locking", "use_offload", "compression")  # taken for MindSpore's 
 OWN = ("params", "learning_rate", "loss_scale", "count_skipped", "faithful", *UNUSED)
 """Arguments of an optimizer; all others are options of its groups."""
 
-Rule = TypeVar("Rule", bound=type)
 
-
-def declared(rule: Rule) -> Rule:
-    """Give a class a constructor of its declared arguments, in order; afterwards they are no attributes of it."""
-    dataclass(eq=False, repr=False)(rule)
-    for f in fields(rule):
-        if f.name in vars(rule):
-            delattr(rule, f.name)
-    return rule
-
-
-@declared
-@dataclass_transform(eq_default=False)
-class Optimizer(Grouped):
+class Optimizer(Declared, Grouped):
     """Base of mpkit's optimizers: a `torch.optim.Optimizer` with MindSpore's groups, decay and loss scale.
 
     Before the formula of a subclass, gradients pass through (S the static `loss_scale`):
@@ -105,15 +91,8 @@ class Optimizer(Grouped):
     by_axes = False  # True where matrices have another state than vectors
     sliced = True  # False where a number depends on the others of its tensor, or nothing is computed on the way
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "__init__" not in vars(cls) and get_annotations(cls):
-            declared(cls)
-
     def __post_init__(self) -> None:
-        given = {f.name: vars(self).pop(f.name, f.default) for f in fields(self)}  # type: ignore[arg-type]
-        rule: Any = next(cls for cls in type(self).__mro__ if "__dataclass_fields__" in vars(cls))
-        given.update({name: check(name, given[name]) for name, check in checks_of(rule.__init__).items()})
+        given = self.given()
         self.together(given)
         groups, order, grouped = split_groups(given["params"])
         self.loss_scale: float = given.get("loss_scale", 1.0)
