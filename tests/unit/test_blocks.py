@@ -173,14 +173,6 @@ def test_pieces_of_a_large_tensor_are_quantised_alike(fmt, large):
         assert torch.equal(part.dequantize(), whole.dequantize()[:, start : start + step])
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in BLOCK_FORMATS.values() if fmt.scale is E8M0], ids=str)
-def test_quantising_a_quantised_tensor_changes_nothing(fmt):
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
-    fmt = replace(fmt, scale_rounding="ceil")
-    once = quantize_blocks(x, fmt).dequantize()
-    assert torch.equal(quantize_blocks(once, fmt).dequantize(), once)
-
-
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_makes_an_mx_block_nan_and_its_neighbours_not(value):
     x = torch.ones(3, 64)
@@ -231,17 +223,6 @@ def test_rounding_with_bits_is_the_formula_in_exact_arithmetic(y, r):
     assert bool(got.signbit()) == bool(np.signbit(np.float32(y)))
 
 
-def test_hadamard_is_orthogonal_and_cancels_in_a_product():
-    matrix = hadamard(torch.eye(16))
-    assert torch.equal((matrix[:, None] * matrix).sum(-1), torch.eye(16))  # exact: multiples of 1/16
-    g, x = (torch.randint(-8, 9, (40, n), generator=torch.Generator().manual_seed(n)).float() for n in (3, 5))
-    assert hadamard(g, 0).shape == (48, 3)  # filled up with zeros
-    product = hadamard(g, 0).t() @ hadamard(x, 0)
-    bound = 2 * 2.0**-8 * 48 * 32**2  # two factors of at most 16 * 8 / 4 = 32, each rounded to 8 bits
-    assert (product - g.t() @ x).abs().max() <= bound
-    torch.testing.assert_close(product, g.t() @ x, rtol=0, atol=8.0)
-
-
 def test_an_outlier_hurts_its_block_alone():
     x = torch.randn(4, 128, generator=torch.Generator().manual_seed(4))
     y = x.clone()
@@ -254,15 +235,11 @@ def test_an_outlier_hurts_its_block_alone():
 def test_formats_are_data():
     assert pickle.loads(pickle.dumps(NVFP4)) == copy.deepcopy(NVFP4) == NVFP4
     assert E8M0.values().tolist() == [2.0**e for e in range(-127, 128)]
-    assert torch.equal(E8M0.encode(E8M0.decode(torch.arange(256))), torch.arange(256))
     native = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     assert np.array_equal(E8M0.values().numpy(), native)
-    assert torch.equal(INT8.encode(INT8.decode(torch.arange(256))), torch.arange(256))
     assert INT8.rounded(torch.tensor([1.999, -2.5, 1.5 / 64, 2.5 / 64])).tolist() == [127 / 64, -2.0, 2 / 64, 2 / 64]
     assert BlockFormat("mine", E2M1, (1, 16), E4M3FN, tensor_scale=True).scale_rounding == "te"
     assert MXFP6_E2M3.bits_per_element == 6.25
-    q = quantize_blocks(torch.randn(8, 64), MXFP8_E4M3)
-    assert torch.equal(E4M3FN.decode(q.codes()), q.elements)
 
 
 def test_compiled_and_eager_agree():
