@@ -9,10 +9,8 @@ from collections.abc import Mapping, Set, ValuesView
 from fractions import Fraction
 from typing import Any
 
-TINY = Fraction(1, 2**1200)
-"""What stands for a number so small that a float calls it 0: no format has a value near it."""
-HUGE = 1 / TINY
-"""What stands for a number so large that a float calls it inf."""
+from mpkit.view.words import FLOAT32_MAX
+
 _RAISED = "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹"
 _DECIMAL = r"(\d+(?:\.\d+)?)"
 _EXPONENT = r"([+-]?\d{1,4}|\([+-]?\d{1,4}\)|\{[+-]?\d{1,4}\})"
@@ -39,27 +37,23 @@ def read_exactly(text: str) -> tuple[float, Fraction]:
     >>> read_exactly("1e-400")[0], read_exactly("0.1")[1]
     (0.0, Fraction(1, 10))
     """
-    given, text = text, re.sub(f"([{_RAISED}]+)", r"^\1", text).translate(_PLAIN)
-    power = _POWER.fullmatch(text)
+    plain = re.sub(f"([{_RAISED}]+)", r"^\1", text).translate(_PLAIN).strip()
+    power = _POWER.fullmatch(plain)
     try:
         if power:
-            exact = Fraction(power[2] or 1) * Fraction(power[3]) ** int(power[4].strip("(){}"))
-            sign = -1 if power[1] == "-" else 1
-            return sign * nearest(exact), sign * exact
-        if "/" in text:
-            return nearest(Fraction(text)), Fraction(text)
-        near = float(text)
+            exact = Fraction(power[1] + (power[2] or "1")) * Fraction(power[3]) ** int(power[4].strip("(){}"))
+        elif re.search("e[+-]?[0-9]{5}", plain, re.I):
+            raise ValueError("computing it would take minutes")
+        elif not re.search("[0-9]", plain):
+            return float(plain), Fraction(0)  # inf or NaN
+        else:
+            exact = Fraction(plain)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"write a number such as 0.1, 1e-5, 1/3 or 2^-14, got {given!r}") from None
-    if not math.isfinite(near):
-        huge = HUGE if re.search("[0-9]", text) else Fraction(0)  # not read exactly either
-        return near, huge if near > 0 else -huge
-    if near == 0:  # not read exactly: the exponent may be huge
-        some = re.search("[1-9]", re.split("[eE]", text)[0]) is not None
-        return near, some * (TINY if math.copysign(1, near) > 0 else -TINY)
-    if repr(near) == text.strip() and _float32(near) == near:  # what the bits print stands for their value
-        return near, Fraction(near)
-    return near, Fraction(text.strip())
+        raise ValueError(f"write a number such as 0.1, 1e-5, 1/3 or 2^-14, got {text!r}") from None
+    near = math.copysign(nearest(exact), -1 if plain.startswith("-") else 1)
+    if repr(near) == plain and abs(near) <= FLOAT32_MAX and near == struct.unpack("f", struct.pack("f", near))[0]:
+        return near, Fraction(near)  # what the bits print stands for their value
+    return near, exact
 
 
 def nearest(exact: Fraction) -> float:
@@ -77,18 +71,19 @@ def plain(value: object) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def has_float32(value: object) -> bool:
-    """Whether it is a tensor or number of torch's or NumPy's float32, or a list with one."""
-    if isinstance(value, list | tuple):
-        return any(map(has_float32, value))
-    return str(getattr(value, "dtype", "")).endswith("float32")
-
-
 def alone(value: object, wanted: object) -> Any:
-    """The one value of a list, also of a list in a list, where no list is wanted."""
-    while isinstance(value, list) and len(value) == 1 and not isinstance(wanted, list | tuple):
+    """The same, and the one value of a list, also of a list in a list, where no list is wanted."""
+    value = plain(value)
+    while isinstance(value, list) and len(value) == 1 and not isinstance(wanted, list):
         value = value[0]
     return value
+
+
+def precision(value: object, rel: float) -> float:
+    """How near an answer has to come: less near if it holds float32, of some dozen roundings."""
+    if isinstance(value, list | tuple):
+        return max([rel, *(precision(part, rel) for part in value)])
+    return max(rel, 1e-5) if str(getattr(value, "dtype", "")).endswith("float32") else rel
 
 
 def number(value: Any) -> float | None:
@@ -114,10 +109,8 @@ def name(value: object) -> str:
 
 
 def read(given: object, truth: Any) -> Any:
-    """An answer as the truth is written: names out of one text or a dict, a float32 for the number that it rounds."""
-    short, value = has_float32(given), alone(plain(given), truth)
-    if short and isinstance(truth, float) and abs(truth) < 2.0**128 and value == _float32(truth):
-        return truth  # the float32 number nearest to it: an answer in float32 cannot be nearer
+    """An answer as the truth is written: names out of one text or a dict."""
+    value = alone(given, truth)
     if isinstance(truth, list) and isinstance(value, str):
         parts = [part for part in re.findall(r"[\w.]+", value) if part != "and"]
         value = parts if len(truth) > 1 else [value.strip(" []()")]  # one may hold a comma
@@ -128,13 +121,19 @@ def read(given: object, truth: Any) -> Any:
     return value
 
 
-def same(value: Any, truth: Any, rel: float) -> bool:
-    """Whether a read answer is right; names and whole numbers in a list count in any order, not so True and False."""
+def same(value: Any, truth: Any, rel: float, strict: bool = False) -> bool:
+    """Whether a read answer is right; names and whole numbers in a list count in any order, not so True and False.
+
+    What a function returns is judged `strict`: in its order, and with a number not in quotes.
+    """
     if isinstance(truth, list | tuple):
         if not isinstance(value, list | tuple) or len(value) != len(truth):
             return False
-        pairs = (sorted(value, key=name), sorted(truth, key=name)) if _is_names(truth) else (value, truth)
-        return all(same(a, b, rel) for a, b in zip(*pairs))
+        any_order = _is_names(truth) and not strict
+        pairs = (sorted(value, key=name), sorted(truth, key=name)) if any_order else (value, truth)
+        return all(same(a, b, rel, strict) for a, b in zip(*pairs))
+    if strict and isinstance(value, str) and not isinstance(truth, str):
+        return False
     if isinstance(truth, str | bool):
         return name(value) == name(truth)
     found = number(value)
@@ -156,18 +155,8 @@ def aside(value: object, truth: object, rel: float) -> str:
         return f"A number is asked for, such as 0.1, 1e-5, 1/3 or 2^-14, got {value!r:.60}. "
     if isinstance(truth, float) and 0 < truth < 1 and same(value, 100 * truth, rel):
         return f"If that is meant in percent, its sign is missing: write '{number(value):g} %' in quotes. "
-    power = math.log2(truth) if isinstance(truth, int | float) and 0 < truth < math.inf else 0.5
-    if type(value) is int and power.is_integer() and abs(power) > 3 and value == 2 ^ int(power):
-        return "If you wrote a power with ^: in Python the sign ^ is no power. Write 2**n, or the power in quotes. "
     return ""
 
 
 def _is_names(truth: object) -> bool:
     return isinstance(truth, list) and all(type(part) in (str, int) for part in truth)
-
-
-def _float32(value: float) -> float:
-    try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
-    except OverflowError:
-        return math.copysign(math.inf, value)

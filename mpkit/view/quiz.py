@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
-from mpkit.view.answers import alone, aside, has_float32, number, plain, read, same
+from mpkit.view.answers import alone, aside, number, plain, precision, read, same
 from mpkit.view.words import topics, words
 
 
@@ -72,7 +72,7 @@ def verdict(topic: str, name: str, value: object = None) -> tuple[bool | None, s
     question = _of(topic, "question", name)
     if value is None:
         return None, f"Question: {question['ask']}"
-    truth, rel = question["truth"], question.get("rel", 1e-9)
+    truth, rel = question["truth"], precision(value, question.get("rel", 1e-9))
     given = read(value, truth)
     if same(given, truth, rel):
         return True, "Right. " + question["right"].format(truth=truth)
@@ -95,20 +95,17 @@ def _meant(given: Any, wrong: Any, rel: float) -> bool:
 
 def judged(task: Mapping[str, Any], function: Callable[..., Any]) -> tuple[bool | None, str]:
     """(right or wrong or None while nothing is written, the sentence) for a function on all cases of a task."""
-    name = getattr(function, "__name__", "it")
     for k, (given, expected) in enumerate(task["cases"]):
         arguments = [_layer(one) for one in given]
-        call = f"{name}({', '.join(map(_shown, arguments))})"
+        call = f"{getattr(function, '__name__', 'it')}({', '.join(map(_shown, arguments))})"
         try:
             found = function(*copy.deepcopy(arguments))
-            got = alone(plain(found), expected)
         except Exception as error:  # the reader's own code: whatever it raises is told, not raised again
-            return False, f"Not yet. {call} raised {type(error).__name__}{_said(error)}"
-        rel = max(task.get("rel", 1e-9), 1e-5 if has_float32(found) else 0.0)  # of some dozen roundings
-        if got is None and k == 0 and _unwritten(function):
+            return False, f"Not yet. {call} raised {type(error).__name__}: {error}"
+        if found is None and k == 0 and _unwritten(function):
             return None, f"Write it yourself: {task['ask']}"
-        ordered = list(got) if isinstance(got, tuple) else got
-        if _quoted(got, expected) or not _alike(ordered, expected, rel):
+        got = alone(found, expected)
+        if not same(got, expected, precision(found, task.get("rel", 1e-9)), strict=True):
             both = [_shown(expected), _shown(got)]
             both = both if both[0] != both[1] else [repr(expected), repr(got)]  # they differ in later digits
             none = ", as a function without return does" if got is None else ""
@@ -125,33 +122,10 @@ def _layer(given: Any) -> Any:
     return nn.Linear(*given["linear"])
 
 
-def _alike(got: Any, expected: Any, rel: float) -> bool:
-    """As `same`, with items in their order: what a function returns is no list of names."""
-    if isinstance(expected, list):
-        fits = isinstance(got, list) and len(got) == len(expected)
-        return fits and all(_alike(a, b, rel) for a, b in zip(got, expected))
-    return same(got, expected, rel)
-
-
 def _unwritten(function: Callable[..., Any]) -> bool:
     """Whether its body is still empty: it begins, and returns a constant."""
     code = getattr(function, "__code__", None)
     return code is not None and len(list(dis.get_instructions(code))) <= 3
-
-
-def _quoted(got: object, expected: object) -> bool:
-    """Whether a text stands where none is expected: a reader may write "0.5" or "True", a function may not."""
-    if isinstance(got, list) and isinstance(expected, list):
-        return any(map(_quoted, got, expected))
-    return isinstance(got, str) and not isinstance(expected, str)
-
-
-def _said(error: Exception) -> str:
-    """What an error of the reader's says, if it says anything: its own words may raise, too."""
-    try:
-        return f": {error}" if str(error) else ""
-    except Exception:
-        return ""
 
 
 def _shown(value: object) -> str:

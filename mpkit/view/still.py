@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.container import BarContainer, Container
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Arc, Patch, Rectangle
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.path import Path
 from PIL import Image
 
 from mpkit.view.sheet import ROLES, Sheet, raised, rounded
@@ -55,9 +55,12 @@ def static_bundle(picture: bytes, sentence: str) -> dict[str, Any]:
     HTML too, in which a living view finds it. 256 colours are enough for a chart and make it a third of the size.
     """
     out = io.BytesIO()
-    Image.open(io.BytesIO(picture)).quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
-        out, "png", optimize=True
+    small = (
+        Image.open(io.BytesIO(picture))
+        .convert("RGB")
+        .quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     )
+    small.save(out, "png", optimize=True)
     data, alt = base64.b64encode(out.getvalue()).decode(), html.escape(sentence)
     image = f'<img alt="{alt}" src="data:image/png;base64,{data}" style="max-width:100%">'
     return {
@@ -68,13 +71,9 @@ def static_bundle(picture: bytes, sentence: str) -> dict[str, Any]:
 
 
 def png(spec: dict[str, Any], index: int = 0) -> bytes:
-    """The picture of a sheet's spec at one step, as an RGB PNG."""
-    canvas = FigureCanvasAgg(figure(spec, index))
-    canvas.draw()
+    """The picture of a sheet's spec at one step."""
     out = io.BytesIO()
-    Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB").save(
-        out, "png", compress_level=1
-    )
+    figure(spec, index).savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
 
 
@@ -204,18 +203,11 @@ def _line(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Li
     ends |= {"mfc": colour(m["fill"]) if "fill" in m else color, "markevery": m.get("every", 1)}
     style = {"ls": "none"} if points else {"ls": _dash(m.get("dash")), "lw": PT * m.get("width", 2)}
     style |= {"mew": PT * m.get("width", 2), "drawstyle": STEPS[m.get("step")]}
-    if "ring" in m:
-        _ring(axes, x, y, m["ring"][part], m.get("size", 4) + 6, look)
-    return axes.plot(x, y, color=color, gid=m["type"], **style, **ends, **look)[0]
-
-
-def _ring(axes: Axes, xs: np.ndarray, ys: np.ndarray, shares: np.ndarray, radius: float, look: dict[str, Any]) -> None:
-    wide, high = 2 * radius / np.abs(np.diff(axes.transData.transform([(0, 0), (1, 1)]), axis=0))[0]
-    for x, y, share in zip(xs, ys, shares):
+    for at, up, share in zip(x, y, m["ring"][part] if "ring" in m else ()):
         for until, role in ((1.0, "grid"), (float(share), "normal")):
-            # a whole arc from -270 to 90 degrees is drawn by matplotlib in either direction; both are the full ring
-            ends = {"theta1": 90 - 360 * until, "theta2": 90}
-            axes.add_patch(Arc((x, y), wide, high, color=colour(role), lw=3, **ends, **look))
+            arc = {"marker": Path.arc(90 - 360 * until, 90), "ms": 2 * PT * (m.get("size", 4) + 6), "mfc": "none"}
+            axes.plot([at], [up], mec=colour(role), mew=3, **arc, **look)
+    return axes.plot(x, y, color=color, gid=m["type"], **style, **ends, **look)[0]
 
 
 def _boxes(axes: Axes, m: dict[str, Any], index: int, z: float) -> Patch | None:
@@ -236,7 +228,7 @@ def _boxes(axes: Axes, m: dict[str, Any], index: int, z: float) -> Patch | None:
     return shapes[0] if shapes else None
 
 
-def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Patch | BarContainer:
+def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> BarContainer:
     values, row = np.asarray(m["values"]).reshape(-1, m["count"]), _item(m.get("rows", index), index)
     heights = values[min(int(row), len(values) - 1)] * m.get("unit", 1.0)
     at = np.asarray(m["at"]) + _item(m.get("shift", 0.0), index)
@@ -244,15 +236,10 @@ def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Pa
     if "zones" in m:
         fill = [colour(next(role for upto, role in m["zones"] if upto is None or a < upto)) for a in at]
     draw = axes.bar if m.get("axis", "x") == "x" else axes.barh
-    edge: dict[str, Any] = {
-        "edgecolor": colour(m.get("edge", "muted")),
-        "lw": PT,
-        "hatch": "///" if m.get("hatch") else None,
-    }
-    kept = np.flatnonzero(heights != 0)
-    if not len(kept):  # the legend still names the colour
-        return Rectangle((0, 0), 0, 0, facecolor=fill[0], **edge)
-    return draw(at[kept], heights[kept], m.get("width", 0.8), color=[fill[i] for i in kept], **edge, **look)
+    edge: dict[str, Any] = {"edgecolor": colour(m.get("edge", "muted")), "lw": PT}
+    edge |= {"hatch": "///"} if m.get("hatch") else {}
+    heights = np.where(heights == 0, np.nan, heights)  # nothing to be seen, but in the legend
+    return draw(at, heights, m.get("width", 0.8), color=fill, **edge, **look)
 
 
 def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]) -> None:
