@@ -49,9 +49,9 @@ def nine(value: float) -> float:
     return float(f"{value:.9g}")
 
 
-def nearest(places: Sequence[float], now: float) -> list[float]:
+def nearest(places: Sequence[float], now: Any) -> list[float]:
     """Those to compute, the nearest first."""
-    return sorted(places, key=lambda place: abs(place - now))[:AT_MOST]
+    return sorted(places, key=lambda place: abs(place - now) if isinstance(now, int | float) else place)[:AT_MOST]
 
 
 def packed(value: object) -> bytes:

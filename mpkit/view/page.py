@@ -11,7 +11,7 @@ from anywidget import AnyWidget
 from traitlets import Bytes, Dict, Int, List, Unicode
 
 from mpkit.view import ahead
-from mpkit.view.controls import Choice, Inner, Range, Stroke
+from mpkit.view.controls import Choice, Range, Stroke
 from mpkit.view.sheet import ROLES
 from mpkit.view.still import static_bundle
 
@@ -77,9 +77,9 @@ class Page(AnyWidget):
         self.view, self._seen, self._table = view, -1, False
         play = view.sheet.step or {}
         rows = [
-            {"name": n, "label": getattr(c, "label", "") or n.replace("_", " "), **c.row(view.maker.defaults[n])}
-            for n, c in view.maker.controls.items()
-            if not isinstance(c, Inner | Stroke) and n != play.get("name")
+            {"name": n, "label": c.label or n.replace("_", " "), **c.row(view.maker.defaults[n])}
+            for n, c, _ in view.controlled()
+            if n != play.get("name")
         ]
         super().__init__(controls=[r for r in rows if r["kind"] != "hidden"], tries=[t["say"] for t in view.tries])
         self.on_msg(self._heard)
@@ -101,11 +101,9 @@ class Page(AnyWidget):
                 self.spec = ahead.packed(view.sheet.spec())
                 self._seen = view.drawings  # now, not before: an interrupt between the two would leave the picture old
             self.index, self.message = view.index, view.message
-            table = {n: c for n, c in view.maker.controls.items() if not isinstance(c, Inner | Stroke)}
+            told = {n: str(v) if isinstance(c, Choice) else v for n, c, v in view.controlled()}
             self.state = {
-                "values": {
-                    n: str(v) if isinstance(c, Choice) else v for n, c in table.items() for v in [view.params[n]]
-                },
+                "values": told,
                 "idle": sorted(view.sheet.idle),
                 "buttons": [*view.sheet.buttons, *(["Stop"] if view.busy else []), "Reset"],
                 "busy": view.busy,
@@ -127,11 +125,7 @@ class Page(AnyWidget):
         """A name for all that the picture depends on, or for all but what `name` moves."""
         view, play = self.view, self.view.sheet.step
         hidden = {play["name"] if play else ""} | (self._moved()[name] if name else set())
-        given = [
-            (n, v) for n, v in sorted(view.params.items()) if n not in hidden and not callable(getattr(v, "row", 0))
-        ]
-        was = view.drawings if view.sheet.looks_back else 0
-        return f"{hash(repr((given, was))) & 0xFFFFFFFF:x}"
+        return f"{hash(repr([(n, v) for n, v in view.params.items() if n not in hidden])) & 0xFFFFFFFF:x}"
 
     def _send_ahead(self, wish: dict[str, Any]) -> None:
         """Send pictures of other values of a parameter, or of what a gesture can ask for now; not those it `have`s.
@@ -145,17 +139,15 @@ class Page(AnyWidget):
             shown = view.sheet.spec()
             mark, places = ahead.positions(shown, self.controls, name)
             told: dict[str, Any] = {"name": name, "token": self._token(name), "full": self._token()}
-            index, params, was = self.index, dict(view.params), view.numbers
+            index, now = self.index, (mark or {}).get("at", view.params.get(name))
         if mark and mark.get("gesture"):
             told["index"] = index
-        now = (mark or {}).get("at", params.get(name, 0.0))
-        now = now if isinstance(now, float | int) else 0.0
         left = [] if view.busy else [place for place in ahead.nearest(places, now) if place not in have]
         trees, end = dict[float, Any](), time.monotonic() + ahead.PATIENCE
         while left and time.monotonic() < end:
             place = left.pop(0)
             with contextlib.suppress(ValueError):  # the kernel says why when the reader asks for it
-                trees[place] = view.drawn(view.asked(*ahead.change(mark, name, place, index)), was).spec()
+                trees[place] = view.drawn(view.asked(*ahead.change(mark, name, place, index))).spec()
         data = ahead.packed([*ahead.differences([shown, *trees.values()])])
         self.ahead = {**told, "values": [*trees], "whole": not left, "data": data}
 

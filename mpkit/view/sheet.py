@@ -318,7 +318,7 @@ class Sheet:
     rows:     the table for screen readers, one dict per row; None makes it of the labelled marks.
     """
 
-    def __init__(self, was: Mapping[str, Any] | None = None) -> None:
+    def __init__(self) -> None:
         self.panels: list[Panel] = []
         self.step: dict[str, Any] | None = None
         self.template, self.numbers = "", dict[str, Any]()
@@ -327,7 +327,6 @@ class Sheet:
         self.idle = set[str]()
         self.rows: list[dict[str, Any]] | None = None
         self._spec: dict[str, Any] | None = None
-        self._was, self.looks_back = dict(was or {}), False
         self.grid()
 
     def grid(
@@ -341,12 +340,6 @@ class Sheet:
         """The size of the picture in pixels, the shares of its rows and columns, and its `least` width: on a narrower
         page it is moved sideways."""
         self.size, self.shares, self.least = (width, height), (list(rows), list(cols)), least
-
-    @property
-    def was(self) -> dict[str, Any]:
-        """The numbers of the picture before this one; empty at the opening and after Reset."""
-        self.looks_back = True
-        return self._was
 
     def say(self, template: str, *, stored: str | None = None, **columns: Any) -> None:
         """The sentence under the picture, and the numbers that a notebook may ask the view for.

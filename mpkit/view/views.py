@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mpkit.arguments import check_choice
-from mpkit.view.controls import Control, Stroke, control
+from mpkit.view.controls import Control, Inner, Stroke, control
 from mpkit.view.sheet import Sheet
 from mpkit.view.words import words
 
@@ -81,7 +81,7 @@ class View:
     def reset(self) -> None:
         """All parameters as they were when the view was opened."""
         with self.lock:
-            self._show(self.opened, forget=True)
+            self._show(self.opened)
 
     def attempt(self, number: int) -> None:
         """One of the things that the lesson's words ask to try: the opening parameters, some of them changed."""
@@ -112,9 +112,9 @@ class View:
             new[name] = self.params[name] | controls[name].check(name, more, {})
         return self.params | new
 
-    def drawn(self, params: Mapping[str, Any], was: Mapping[str, Any] | None = None) -> Sheet:
+    def drawn(self, params: Mapping[str, Any]) -> Sheet:
         """The sheet of some parameters."""
-        sheet = Sheet(self.sheet.numbers if was is None else was)
+        sheet = Sheet()
         self.maker.draw(sheet, **params)
         return sheet
 
@@ -127,12 +127,12 @@ class View:
                 self._tell()
                 raise
 
-    def _show(self, params: dict[str, Any], forget: bool = False) -> None:
+    def _show(self, params: dict[str, Any]) -> None:
         """Draw first, then assign all: what is refused or interrupted on the way leaves everything as it was."""
         step = self.sheet.step and self.sheet.step["name"]
         moved = {n for n, v in params.items() if v is not self.params[n] and v != self.params[n]}
-        if self.drawings == 0 or forget or not moved or moved - {step}:
-            self.sheet, self.drawings = self.drawn(params, {} if forget else None), self.drawings + 1
+        if self.drawings == 0 or not moved or moved - {step}:
+            self.sheet, self.drawings = self.drawn(params), self.drawings + 1
         self.params, self.message = dict(params), ""
         self._tell()
 
@@ -161,6 +161,11 @@ class View:
     def sentence(self) -> str:
         """The sentence under the picture."""
         return self.sheet.sentence(self.index)
+
+    def controlled(self) -> list[tuple[str, Any, Any]]:
+        """(name, control, value) of all that has a control of its own."""
+        table = self.maker.controls.items()
+        return [(n, c, self.params[n]) for n, c in table if not isinstance(c, Inner | Stroke)]
 
     def table(self) -> list[dict[str, Any]]:
         """The data on screen, one dict per row."""
