@@ -37,21 +37,21 @@ def read_exactly(text: str) -> tuple[float, Fraction]:
     >>> read_exactly("1e-400")[0], read_exactly("0.1")[1]
     (0.0, Fraction(1, 10))
     """
-    plain = re.sub(f"([{_RAISED}]+)", r"^\1", text).translate(_PLAIN).strip()
-    power = _POWER.fullmatch(plain)
+    shown = re.sub(f"([{_RAISED}]+)", r"^\1", text).translate(_PLAIN).strip()
+    power = _POWER.fullmatch(shown)
     try:
         if power:
             exact = Fraction(power[1] + (power[2] or "1")) * Fraction(power[3]) ** int(power[4].strip("(){}"))
-        elif re.search("e[+-]?[0-9]{5}", plain, re.I):
+        elif re.search("e[+-]?[0-9]{5}", shown, re.I):
             raise ValueError("computing it would take minutes")
-        elif not re.search("[0-9]", plain):
-            return float(plain), Fraction(0)  # inf or NaN
+        elif not re.search("[0-9]", shown):
+            return float(shown), Fraction(0)  # inf or NaN
         else:
-            exact = Fraction(plain)
+            exact = Fraction(shown)
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"write a number such as 0.1, 1e-5, 1/3 or 2^-14, got {text!r}") from None
-    near = math.copysign(nearest(exact), -1 if plain.startswith("-") else 1)
-    if repr(near) == plain and abs(near) <= FLOAT32_MAX and near == struct.unpack("f", struct.pack("f", near))[0]:
+    near = math.copysign(nearest(exact), -1 if shown.startswith("-") else 1)
+    if repr(near) == shown and abs(near) <= FLOAT32_MAX and near == struct.unpack("f", struct.pack("f", near))[0]:
         return near, Fraction(near)  # what the bits print stands for their value
     return near, exact
 

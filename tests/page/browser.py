@@ -289,6 +289,19 @@ class Lab:
         self._log.close()
 
 
+def written(lab: Lab, name: str, sources: list[str]) -> Path:
+    """A notebook of these cells in the folder that Jupyter serves."""
+    cells = [
+        {"id": f"c{i}", "cell_type": "code", "metadata": {}, "outputs": [], "source": text, "execution_count": None}
+        for i, text in enumerate(sources)
+    ]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    path = lab.root / "notebooks" / name
+    path.write_text(json.dumps(notebook))
+    return path
+
+
 class Tab:
     """JupyterLab in one tab, in which one notebook after the other is opened, with everything that goes wrong in it."""
 

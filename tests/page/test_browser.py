@@ -1,12 +1,11 @@
 """Every notebook in a real JupyterLab: it runs, nothing complains, every control moves what the reader sees."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
-from browser import NARROW, NOTEBOOKS, PATIENCE, Page, visit
+from browser import NARROW, NOTEBOOKS, PATIENCE, Page, visit, written
 
 pytestmark = pytest.mark.browser  # all in one file: a second JupyterLab with its page would cost 20 s
 
@@ -27,19 +26,6 @@ TOLD = """async (code) => { let text = '';
   future.onIOPub = (m) => { if (m.header.msg_type === 'stream') text += m.content.text; };
   await future.done;
   return text.trim(); }"""
-
-
-def written(lab, name, sources):
-    """A notebook of these cells in the folder that Jupyter serves."""
-    cells = [
-        {"id": f"c{i}", "cell_type": "code", "metadata": {}, "outputs": [], "source": text, "execution_count": None}
-        for i, text in enumerate(sources)
-    ]
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-    path = lab.root / "notebooks" / name
-    path.write_text(json.dumps(notebook))
-    return path
 
 
 def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):

@@ -1,27 +1,22 @@
 """Every view of every topic: each control over its values, each try and button; sentence and picture follow."""
 
+import copy
 import math
 import threading
-from importlib import import_module
-from pkgutil import iter_modules
+from functools import reduce
+from operator import getitem
 
 import numpy as np
 import pytest
+from scenes import views
 
-import mpkit.lessons
-from mpkit.view.ahead import packed
+from mpkit.view.ahead import differences, packed
 from mpkit.view.controls import Choice, Flag, Inner, Range, Stroke, Text
 from mpkit.view.page import Page
 from mpkit.view.still import figure
-from mpkit.view.views import Maker
 from mpkit.view.words import topics, words
 
-MAKERS = {
-    f"{module.name}.{name}": maker
-    for module in iter_modules(mpkit.lessons.__path__)
-    for name, maker in vars(import_module(f"mpkit.lessons.{module.name}")).items()
-    if isinstance(maker, Maker) and maker.__module__.endswith(f".{module.name}")
-}
+MAKERS = dict(views())
 each_view = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 
 
@@ -80,27 +75,17 @@ def test_every_try_is_taken_and_changes_the_picture(maker):
 
 
 @each_view
-def test_buttons_handles_and_boxes_name_parameters(maker):
+def test_what_can_be_pressed_names_parameters_and_both_renderers_get_the_same_sheet(maker):
     view = maker()
-    for label, does in dict(view.sheet.buttons).items():
-        if isinstance(does, dict):
-            assert does.keys() <= maker.controls.keys(), label
-    for mark in (m for p in view.sheet.panels for m in p.marks):
-        if mark["type"] in ("handle", "pen") and "sets" not in mark:
-            assert mark["name"] in maker.controls
-        for sets in mark.get("sets", ()):
-            view.asked(sets)
-
-
-@each_view
-def test_both_renderers_get_the_same_sheet(maker):
-    view = maker()
+    marks = [m for p in view.sheet.panels for m in p.marks]
+    named = {m["name"] for m in marks if m["type"] in ("handle", "pen") and "sets" not in m}
+    assert named.union(*(does for does in view.sheet.buttons.values() if isinstance(does, dict))) <= set(maker.controls)
+    for sets in (sets for m in marks for sets in m.get("sets", ())):
+        view.asked(sets)
     page = Page(view)
-    assert page.spec == packed(view.sheet.spec())
-    drawn = figure(view.sheet.spec(), view.index)
-    assert len(drawn.axes) == len(view.sheet.panels)
     page.ask({"table": True})
-    assert page.rows == view.table()
+    assert (page.spec, page.rows) == (packed(view.sheet.spec()), view.table())
+    assert len(figure(view.sheet.spec(), view.index).axes) == len(view.sheet.panels)
     page.close()
 
 
@@ -118,12 +103,10 @@ def test_words_have_a_right_answer_and_a_hint_for_each_question():
 def test_two_threads_leave_a_whole_picture():
     maker = MAKERS["dynamic_scale.dynamics"]
     view = maker()
-    windows = [range(1, 9), range(20, 28)]
-    threads = [threading.Thread(target=lambda w=w: [view.set(window=k) for k in w]) for w in windows]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [threading.Thread(target=lambda n=n: [view.set(window=n + k) for k in range(8)]) for n in (1, 20)]
+    for does in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            does(thread)
     alone = maker(window=view.params["window"])
     np.testing.assert_array_equal(view.numbers["scale"], alone.numbers["scale"])
 
@@ -138,6 +121,11 @@ def test_pictures_sent_ahead_are_those_that_a_question_would_bring():
     view.set(start=20)
     assert page.ahead["token"] != page.state["tokens"]["window"]
     page.close()
+    tree, other = copy.deepcopy(view.sheet.spec()), view.maker(start=20, window=7).sheet.spec()
+    for path, (value,) in differences([tree, other]):  # as the page puts them into the scene that it has
+        *way, last = path
+        reduce(getitem, way, tree)[last] = value
+    assert packed(tree) == packed(other)
 
 
 def test_a_question_of_the_page_is_answered_whatever_comes_of_it():
