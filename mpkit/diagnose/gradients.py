@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from mpkit.diagnose.listening import in_autocast, scale_of
 from mpkit.optimizers.arguments import parameters_of
 
-_FEW = 3  # parameters whose gradients are looked at between the calls,
-_VALUES = 2**14  # and how many of their values: enough for a change of all, at a price that no network notices
+_VALUES = 2**12  # of a gradient that are looked at: enough for a change of all, at a price that no step notices
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A backward pass that reached an optimizer's gradients.
+    """A backward pass.
 
     site:    where the program stood, with all callers: the micro-batches of one loop have the same.
     scaler:  whose product the loss was, if any.
@@ -39,14 +38,16 @@ class Pass:
 class Watched:
     """The gradients of one optimizer, and what happened to them since they were cleared."""
 
-    def __init__(self, optimizer: Optimizer, name: str) -> None:
-        self.optimizer, self.name = optimizer, name
+    def __init__(self, optimizer: Optimizer, name: str, scaler: GradScaler | None) -> None:
+        self.optimizer, self.name, self.first_scaler = optimizer, name, scaler
+        self.told: set[str] = set()  # its mistakes
         self.steps = 0
         self.applied = False
-        self.scalers: list[Any] = []
         self.life: list[str] = []  # "step", "skipped", "schedule" in order
+        self.rates, self.device = rates(optimizer), self.params[0].device.type
+        trained = [p for p in self.params if p.requires_grad] or self.params
+        self.few = [trained[0], trained[-1]]  # looked at between the calls: what a loop does it does to all
         self.marks: list[tuple[int, int]] = []
-        self.rates, self.device = rates(optimizer), next((p.device.type for p in self.params), "cpu")
         self.start_over()
 
     def start_over(self) -> None:
@@ -58,17 +59,11 @@ class Watched:
 
     @property
     def in_autocast(self) -> bool:
-        return torch.amp.is_autocast_available(self.device) and torch.is_autocast_enabled(self.device)
+        return in_autocast(self.device)
 
     @property
     def params(self) -> list[Tensor]:
         return parameters_of(self.optimizer)
-
-    @property
-    def few(self) -> list[Tensor]:
-        """Some of the parameters, the first and the last among them: what a step does it does to all."""
-        params = self.params
-        return [*params[:: max(1, -(-len(params) // (_FEW - 1)))], params[-1]]
 
     @property
     def fresh(self) -> list[Pass]:
@@ -80,15 +75,31 @@ class Watched:
         """The one that the gradients are multiplied by the scale of; None if they are not, or not any more."""
         return next((p.scaler for p in self.fresh if p.scaler is not None and not self.unscaled), None)
 
-    def remember(self) -> None:
-        self.marks, self.norms = look(self.few), norms(self.few)
+    def remember(self, norms: bool = True) -> None:
+        self.marks, self.norms = look(self.few), lengths(self.few) if norms else []
 
     def cleared(self) -> bool:
         return not any(p.grad is not None and float(_values(p.grad).norm()) != 0 for p in self.params)
 
     def shrunk(self) -> float:
         """How many times larger the gradients were after the last pass, or after `unscale_`; NaN if nobody looked."""
-        return length(self.norms) / (length(norms(self.few)) or math.nan) if self.norms else math.nan
+        return length(self.norms) / (length(lengths(self.few)) or math.nan) if self.norms else math.nan
+
+    def changes(self) -> dict[str, bool]:
+        """Whether the gradients of scaled passes were limited, or their NaN taken out, before they are unscaled."""
+        if self.scaler is None or not self.norms:
+            return {}
+        changed = [old != new for old, new in zip(self.marks, look(self.few)) if new != (0, 0)]
+        if not changed or (any(changed) and not all(changed)):
+            return {}  # they were cleared, or a part of them was set
+        before, now = length(self.norms), length(lengths(self.few))
+        ratio = before / now if now else math.nan
+        shared = ratio < 1024 and math.isclose(ratio, round(ratio), rel_tol=1e-5)  # a mean over so many
+        divided = shared or math.isclose(ratio, scale_of(self.scaler), rel_tol=1e-5)
+        return {
+            "nan_hidden": not math.isfinite(before) and math.isfinite(now),
+            "clip_before_unscale": math.isfinite(before) and ratio > 1 and not divided,
+        }
 
     def see_rates(self, *, moved: bool = False) -> None:
         """A schedule is whatever changes the learning rate."""
@@ -100,14 +111,14 @@ class Watched:
     def stepped(self) -> None:
         self.steps += 1
         self.used = len(self.passes)
+        self.last = len(self.life)  # place of this step
         self.life.append("step")
         self.rates = rates(self.optimizer)
 
     def skipped(self) -> None:
         """The last step turns out to have been left out."""
-        last = max((i for i, event in enumerate(self.life) if event == "step"), default=None)
-        if last is not None:
-            self.life[last] = "skipped"
+        if self.steps:
+            self.life[self.last] = "skipped"
 
     def divided_later(self) -> bool:
         """Whether the reader divided the sum of gradients by the number of micro-batches, clipping it perhaps after."""
@@ -132,11 +143,10 @@ def _local(grad: Tensor) -> Tensor:
     return local
 
 
-def norms(params: list[Tensor]) -> list[Tensor]:
+def lengths(params: list[Tensor]) -> list[Tensor]:
     """Length of the first values of each gradient that there is; nothing is read on the host."""
-    few = [_values(p.grad) for p in params if p.grad is not None]
-    few = [g.float() if g.numel() <= _VALUES else g.reshape(-1)[:_VALUES].float() for g in few]
-    return list(torch._foreach_norm(few)) if few else []
+    values = [_values(p.grad).reshape(-1)[:_VALUES] for p in params if p.grad is not None]
+    return [torch.linalg.vector_norm(v.float()) for v in values]
 
 
 def length(parts: list[Tensor]) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -22,11 +23,12 @@ def terms(loss: Tensor) -> Iterator[tuple[float, bool]]:
     """
     todo = [(loss.grad_fn, 1.0)]
     for node, factor in todo:  # it grows
-        by = _factor(node)
-        if node is not None and (by is not None or _name(node) in _PASSED):
-            todo += [(before, factor * (by or 1.0)) for before, _ in node.next_functions if before is not None]
+        name = _name(node)
+        by = 1.0 if name in _PASSED else _factor(node)
+        if node is not None and by is not None:
+            todo += [(before, factor * by) for before, _ in node.next_functions if before is not None]
         else:
-            yield factor, _name(node) == "Mean" or getattr(node, "_saved_reduction", None) == _MEAN
+            yield factor, name == "Mean" or getattr(node, "_saved_reduction", None) == _MEAN
 
 
 def nodes(losses: list[Tensor]) -> Iterator[Node]:
@@ -38,6 +40,18 @@ def nodes(losses: list[Tensor]) -> Iterator[Node]:
             seen.add(node)
             yield node
             todo += [before for before, _ in node.next_functions]
+
+
+def note(key: str, value: object, tensors: Iterable[Tensor]) -> None:
+    """Write into the metadata of the nodes that made these tensors, for `noted`."""
+    for t in tensors:
+        if t.grad_fn is not None:
+            t.grad_fn.metadata[key] = value  # type: ignore[index]  # a dict, which torch annotates as a method
+
+
+def noted(key: str, graph: Iterable[Node]) -> Any:
+    """What stands in the metadata of the first of these nodes that has it, else None."""
+    return next((node.metadata[key] for node in graph if key in node.metadata), None)  # type: ignore[index, operator]
 
 
 def divides_by(node: Node | None, number: float) -> bool:

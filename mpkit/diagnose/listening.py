@@ -22,15 +22,14 @@ class Listening(ExitStack):
 
     def swap(self, owner: object, name: str, watching: Callable[..., Any]) -> None:
         """Let `watching(original, *args, **kwargs)` stand for a function, until this is closed."""
-        original = getattr(owner, name)
-        inherited = name not in vars(owner)
+        original, own = getattr(owner, name), vars(owner).get(name)
 
         @wraps(original)
         def watched(*args: object, **kwargs: object) -> object:
             return watching(original, *args, **kwargs)
 
         setattr(owner, name, watched)
-        self.callback(delattr if inherited else setattr, owner, name, *(() if inherited else (original,)))
+        self.callback(setattr, owner, name, own) if own is not None else self.callback(delattr, owner, name)
 
 
 def several(name: str, given: object, kind: type[T], what: str) -> list[T]:
@@ -42,11 +41,16 @@ def several(name: str, given: object, kind: type[T], what: str) -> list[T]:
 
 
 def tensors_in(nest: object) -> list[Tensor]:
-    return [t for t in ([nest] if isinstance(nest, Tensor) else tree_leaves(nest)) if isinstance(t, Tensor)]
+    return [nest] if isinstance(nest, Tensor) else [t for t in tree_leaves(nest) if isinstance(t, Tensor)]
 
 
 def scale_of(scaler: Any) -> float:
     return float(scaler.get_scale() if hasattr(scaler, "get_scale") else getattr(scaler, "scale_value", 1.0))
+
+
+def in_autocast(kind: str) -> bool:
+    """kind: the type of a device."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def same(one: Tensor | None, other: Tensor) -> bool:

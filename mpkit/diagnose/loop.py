@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mpkit.diagnose.gradients import Pass, Watched, length, look, norms, undivided
-from mpkit.diagnose.graph import divides_by, nodes, terms
+from mpkit.diagnose.gradients import Pass, Watched, length, look, undivided
+from mpkit.diagnose.graph import divides_by, nodes, note, noted, terms
 from mpkit.diagnose.listening import Listening, callers, family, line, same, scale_of, several, tensors_in
 from mpkit.diagnose.mistakes import MISTAKES, LoopFinding, LoopReport
 
 _BY_HAND = 8.0  # a factor of a loss from which it counts as a loss scale that the reader multiplies by
-
-
-T = TypeVar("T")
+Call = Callable[..., Any]  # the function that the watching one stands for
 
 
 class watch_loop:  # used as a function: with watch_loop(...) as report
@@ -40,8 +38,8 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     Returns: (as the value of the `with`) a LoopReport: `findings` with `mistake`, `where`, `advice`; print it. An
              error in the loop gets the report as a note, since a mistake often ends in one.
     Edges:   a mistake that shows only when a step overflows (a schedule that counts skipped steps) is seen only if one
-             does; give the scaler a large first scale to see it. Watching costs about a quarter of a millisecond a
-             step, with a GradScaler half of one, however large the network is; and nothing outside of the block.
+             does; give the scaler a large first scale to see it. Watching costs about a tenth of a millisecond a step,
+             with a GradScaler a quarter of one, however large the network is; and nothing outside of the block.
 
     >>> network = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(network.parameters(), 0.1)
@@ -67,21 +65,22 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self._scaler = scaler
         self._own = {id(p) for n in networks for p in n.parameters()}
         self._watched: list[Watched] = []
-        for o in optimizers:
-            name = type(o).__name__
-            self._watched.append(Watched(o, name if len(optimizers) == 1 else f"optimizer {self._next} ({name})"))
-        self._in_backward = self._in_scaler = False
+        for one in optimizers:
+            self._watch(one, alone=len(optimizers) == 1)
+        self._pass: Pass | None = None  # the backward pass that runs
+        self._in_scaler = False
         self._stepping: Optimizer | None = None
-        self._through: list[Any] = []  # scalers whose product the last backward pass began from
         self._low = False  # autocast to float16 was on since the last step
-        self._done: dict[int, set[str]] = {}  # scaler -> what it did since its last update
-        self._known: dict[int, tuple[Any, Watched | None]] = {}  # any optimizer, and who is watched under it
-        self._penalties: list[tuple[set[Any], float]] = []  # nodes of scaled gradients that were kept, and the scale
+        self._scales = self._penalty = False  # a loss was scaled; gradients of a scaled one were kept
+        self._done: dict[int, set[str]] = {}  # scaler -> what was done since its last update
+        self._known: dict[Optimizer, Watched | None] = {}  # any optimizer -> what is watched under it
         self._listening = Listening()
 
-    @property
-    def _next(self) -> int:
-        return len(self._watched) + 1
+    def _watch(self, optimizer: Optimizer, alone: bool = False) -> Watched:
+        kind, scaler = type(optimizer).__name__, self._scaler if isinstance(self._scaler, GradScaler) else None
+        name = kind if alone else f"optimizer {len(self._watched) + 1} ({kind})"
+        self._watched.append(Watched(optimizer, name, scaler))
+        return self._watched[-1]
 
     def __enter__(self) -> LoopReport:
         swap = self._listening.swap
@@ -111,96 +110,78 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     def _say(self, watched: Watched, **mistakes: object) -> None:
         """Those that are true, each once for an optimizer."""
         for mistake in (name for name, so in mistakes.items() if so):
-            if not any(f.mistake == mistake and f.where.startswith(f"{watched.name}, ") for f in self.report.findings):
+            if mistake not in watched.told:
+                watched.told.add(mistake)
                 where = ", ".join(filter(None, (f"{watched.name}, step {watched.steps + 1}", line())))
                 self.report.findings.append(LoopFinding(mistake, where, MISTAKES[mistake]))
 
     # --- the backward pass
 
-    def _backward(
-        self, original: Callable[..., None], tensors: object, seeds: object = None, *args: object, **more: object
-    ) -> None:
-        if self._in_backward:  # a re-entrant checkpoint inside another
-            return original(tensors, seeds, *args, **more)
+    def _backward(self, original: Call, tensors: object, seeds: object = None, *args: object, **more: object) -> None:
+        if self._pass is not None:  # a re-entrant checkpoint inside another
+            original(tensors, seeds, *args, **more)
+            return
         losses = [t for t in tensors_in(tensors) if t.grad_fn is not None]
-        self._look_for_penalties(losses)
-        seed = max((abs(float(t)) for t in tensors_in(seeds) if t.numel() == 1), default=1)
-        factors = [(abs(factor) * seed, mean) for loss in losses for factor, mean in terms(loss)]
-        several_losses = any(args[:2]) or more.get("retain_graph") or more.get("create_graph")
+        if self._penalty:
+            self._look_for_penalties(losses)
         for watched in self._watched:
             if watched.passes and (watched.used or look(watched.few) != watched.marks) and watched.cleared():
                 watched.start_over()
-            self._look_at_changes(watched)
-        before = [look(watched.params) for watched in self._watched]
-        self._through, self._in_backward = [], True
+            self._say(watched, **watched.changes())
+        before = [look(watched.few) for watched in self._watched]
+        once = not (any(args[:2]) or more.get("retain_graph") or more.get("create_graph"))
+        self._pass = this = self._begun(losses, seeds, once)
         try:
             original(tensors, seeds, *args, **more)
         finally:
-            self._in_backward = False
-        scaler = self._through[0] if self._through else None
+            self._pass = None
+        for watched, marks in zip(self._watched, before):
+            if look(watched.few) != marks:
+                self._reached(watched, this)
+
+    def _begun(self, losses: list[Tensor], seeds: object, once: bool) -> Pass:
+        """once: no other backward pass will begin from the same graph, whose loss would be one of several."""
+        scaler = self._scaler_of(losses)
         scale = scale_of(scaler)
-        this = Pass(
+        seeds = () if seeds is None else tensors_in(seeds)
+        seed = max((abs(float(t)) for t in seeds if t.numel() == 1), default=1)
+        factors = [(abs(factor) * seed / scale, mean) for loss in losses for factor, mean in terms(loss)]
+        return Pass(
             site=hash(tuple((id(frame.f_code), frame.f_lasti) for frame in callers())),
             scaler=scaler,
-            factor=max((factor for factor, _ in factors), default=1.0) / scale,
-            means=tuple(factor / scale for factor, mean in factors if mean and not several_losses),
+            factor=max((factor for factor, _ in factors), default=1.0 / scale),
+            means=tuple(factor for factor, mean in factors if mean and once),
             low=self._low or any(loss.dtype == torch.float16 for loss in losses),
         )
-        for watched, marks in zip(self._watched, before):
-            if look(watched.params) != marks:
-                self._reached(watched, this)
-        return None
 
     def _reached(self, watched: Watched, this: Pass) -> None:
-        self._say(
-            watched,
-            inside_autocast=watched.in_autocast,
-            unscale_per_micro_batch=watched.unscaled and watched.passes and not watched.used,
-        )
+        again = watched.unscaled and watched.passes and not watched.used
+        self._say(watched, inside_autocast=watched.in_autocast, unscale_per_micro_batch=again)
         watched.passes.append(this)
         for done in self._done.values():
             done.add("backward")
-        watched.marks, watched.norms = look(watched.few), []
-        if this.scaler is not None or undivided(watched.fresh):
-            watched.remember()
+        watched.remember(norms=this.scaler is not None or undivided(watched.fresh))
 
-    def _grad(self, original: Callable[..., Any], *args: object, **more: object) -> object:
-        self._through = []
-        gradients = original(*args, **more)
-        kept = {g.grad_fn for g in tensors_in(gradients) if g.grad_fn is not None}
-        if self._through and kept:
-            self._penalties.append((kept, scale_of(self._through[0])))
+    def _scaler_of(self, losses: list[Tensor]) -> Any:
+        return noted("scaler", nodes(losses)) if self._scales else None
+
+    def _grad(self, original: Call, outputs: object, *args: object, **more: object) -> object:
+        scaler = self._scaler_of(tensors_in(outputs))
+        gradients = original(outputs, *args, **more)
+        if scaler is not None:
+            note("scale", scale_of(scaler), tensors_in(gradients))
+            self._penalty = True
         return gradients
 
     def _look_for_penalties(self, losses: list[Tensor]) -> None:
         """Were gradients kept from a scaled loss, and used in this one without a division by the scale?"""
-        for kept, scale in self._penalties if losses else ():
-            graph = list(nodes(losses))
-            divided = scale == 1 or any(divides_by(node, scale) for node in graph)
-            self._say(self._watched[0], scaled_penalty=not divided and not kept.isdisjoint(graph))
-        self._penalties = []
+        graph = list(nodes(losses))
+        scale = noted("scale", graph) or 1.0
+        self._say(self._watched[0], scaled_penalty=scale != 1 and not any(divides_by(node, scale) for node in graph))
+        self._penalty = False
 
-    # --- what the reader does to gradients between the calls
-
-    def _look_at_changes(self, watched: Watched) -> None:
-        """Whether the gradients of scaled passes were limited, or their NaN taken out, before they are unscaled."""
-        if watched.scaler is None or not watched.norms:
-            return
-        changed = [old != new for old, new in zip(watched.marks, look(watched.few)) if new != (0, 0)]
-        if not changed or (any(changed) and not all(changed)):
-            return  # they were cleared, or a part of them was set
-        before, now = length(watched.norms), length(norms(watched.few))
-        ratio = before / now if now else math.nan
-        shared = ratio < 1024 and math.isclose(ratio, round(ratio), rel_tol=1e-5)  # a mean over so many
-        divided = shared or math.isclose(ratio, scale_of(watched.scaler), rel_tol=1e-5)
-        self._say(
-            watched,
-            nan_hidden=not math.isfinite(before) and math.isfinite(now),
-            clip_before_unscale=math.isfinite(before) and ratio > 1 and not divided,
-        )
-
-    def _nan_to_num(self, original: Callable[..., Tensor], given: Tensor, *args: object, **more: object) -> Tensor:
-        in_hook = self._in_backward and self._through and not torch.is_grad_enabled()
+    def _nan_to_num(self, original: Call, given: Tensor, *args: object, **more: object) -> Tensor:
+        in_hook = self._pass is not None and self._pass.scaler is not None and not torch.is_grad_enabled()
         for watched in self._watched if isinstance(given, Tensor) else ():
             if in_hook:
                 hidden = any(p.shape == given.shape for p in watched.params)
@@ -211,36 +192,31 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     # --- the scaler
 
-    def _of_scaler(
-        self, watching: Callable[..., T], original: Callable[..., T], scaler: GradScaler, *args: object, **more: object
-    ) -> T:
+    def _of_scaler(self, watching: Call, original: Call, scaler: GradScaler, *args: object, **more: object) -> object:
         """Let `watching` see what the reader asks of a scaler that is enabled; what it asks of itself is its own."""
         if self._in_scaler or not getattr(scaler, "is_enabled", lambda: True)():
             return original(scaler, *args, **more)
-
-        def inside(*given: object, **named: object) -> T:
-            self._in_scaler = True
-            try:
-                return original(scaler, *given, **named)
-            finally:
-                self._in_scaler = False
-
         self._done.setdefault(id(scaler), set())
-        return watching(inside, scaler, *args, **more)
+        return watching(partial(self._inside, original, scaler), scaler, *args, **more)
 
-    def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: object) -> object:
+    def _inside(self, original: Call, *args: object, **more: object) -> object:
+        self._in_scaler = True
+        try:
+            return original(*args, **more)
+        finally:
+            self._in_scaler = False
+
+    def _scale(self, original: Call, scaler: GradScaler, outputs: object) -> object:
         scaled = original(outputs)
-        for t in tensors_in(scaled):
-            if t.requires_grad:
-                t.register_hook(lambda _: self._through.append(scaler))
+        note("scaler", scaler, tensors_in(scaled))
+        self._scales = True
         return scaled
 
-    def _unscale_(self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> object:
+    def _unscale_(self, original: Call, scaler: GradScaler, optimizer: Optimizer) -> object:
         watched = self._of(optimizer)
         if watched is None:
             return original(optimizer)
-        self._say(watched, no_update=self._has_stepped(scaler, watched))
-        self._look_at_changes(watched)
+        self._say(watched, no_update=watched.name in self._done[id(scaler)], **watched.changes())
         result = original(optimizer)
         watched.unscaled = True
         self._done[id(scaler)].add("unscale")
@@ -248,13 +224,10 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             watched.remember()
         return result
 
-    def _step(
-        self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: object, **more: object
-    ) -> object:
+    def _step(self, original: Call, scaler: GradScaler, optimizer: Optimizer, *args: object, **more: object) -> object:
         watched = self._of(optimizer)
         if watched is None:
             return original(optimizer, *args, **more)
-        self._say(watched, no_update=self._has_stepped(scaler, watched))
         self._about_to_step(watched, scaler)
         watched.applied = False
         result = original(optimizer, *args, **more)
@@ -262,89 +235,63 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self._stepped(watched)
         return result
 
-    def _update(self, original: Callable[..., Any], scaler: GradScaler, *args: object, **more: object) -> object:
-        per_micro_batch = self._done[id(scaler)] == {"backward"} and not args and not more
-        for watched in self._watched:
-            self._say(watched, update_per_micro_batch=per_micro_batch and watched.fresh)
+    def _update(self, original: Call, scaler: GradScaler, *args: object, **more: object) -> object:
+        too_early = self._done[id(scaler)] == {"backward"} and not args and not more
+        for watched in self._watched if too_early else ():
+            self._say(watched, update_per_micro_batch=watched.fresh)
         before = scale_of(scaler)
         self._done[id(scaler)] = set()
         result = original(*args, **more)
-        for watched in self._watched:
-            fused = getattr(watched.optimizer, "_step_supports_amp_scaling", False)
-            if scale_of(scaler) < before and (fused or not watched.applied):
+        for watched in self._watched if scale_of(scaler) < before else ():
+            if not watched.applied or getattr(watched.optimizer, "_step_supports_amp_scaling", False):
                 watched.skipped()
         return result
-
-    def _has_stepped(self, scaler: GradScaler, watched: Watched) -> bool:
-        return watched.name in self._done[id(scaler)]
 
     # --- the step
 
     def _of(self, optimizer: Optimizer) -> Watched | None:
         """What is watched under this optimizer or one inside of it; another one of the network from now on too."""
-        if id(optimizer) not in self._known:
-            self._known[id(optimizer)] = optimizer, self._find(optimizer)
-        return self._known[id(optimizer)][1]
+        if optimizer not in self._known:
+            params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            found = next((w for w in self._watched if not params.isdisjoint(map(id, w.params))), None)
+            another = found is None and not params.isdisjoint(self._own)
+            self._known[optimizer] = self._watch(optimizer) if another else found
+        return self._known[optimizer]
 
-    def _find(self, optimizer: Optimizer) -> Watched | None:
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for watched in self._watched:
-            if not params.isdisjoint(map(id, watched.params)):
-                return watched
-        if params.isdisjoint(self._own):
-            return None
-        self._watched.append(Watched(optimizer, f"optimizer {self._next} ({type(optimizer).__name__})"))
-        return self._watched[-1]
-
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         watched = self._of(optimizer)
-        if watched is None or self._stepping not in (None, optimizer):  # one inside another
-            return None
-        self._stepping, watched.applied = optimizer, True
-        if self._in_scaler:
-            return None
-        closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
-        if closure is None:
-            self._about_to_step(watched, None)
-            return None
+        if watched is not None and self._stepping in (None, optimizer):  # else it is one inside another
+            self._stepping, watched.applied = optimizer, True
+            if not self._in_scaler and not _has_closure(args, kwargs):
+                self._about_to_step(watched, None)
 
-        def evaluated(*given: object, **named: object) -> object:
-            result = closure(*given, **named)
-            self._about_to_step(watched, None)
-            watched.used = len(watched.passes)
-            return result
-
-        args = tuple(evaluated if a is closure else a for a in args)
-        return args, {key: evaluated if value is closure else value for key, value in kwargs.items()}
-
-    def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        if optimizer is self._stepping:
+    def _after_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        watched = self._of(optimizer)
+        if watched is not None and optimizer is self._stepping:
             self._stepping = None
-            watched = self._of(optimizer)
-            if watched is not None and not self._in_scaler:
+            if not self._in_scaler and _has_closure(args, kwargs):  # the closure runs the backward pass
+                self._about_to_step(watched, None)
+            if not self._in_scaler:
                 self._stepped(watched)
 
     def _about_to_step(self, watched: Watched, scaler: GradScaler | None) -> None:
         watched.see_rates()
-        fresh = watched.fresh
-        new = scaler is not None and not any(scaler is s for s in watched.scalers)
-        if new:
-            watched.scalers.append(scaler)
-        other = isinstance(self._scaler, GradScaler) and scaler is not self._scaler
-        self._say(watched, inside_autocast=watched.in_autocast, new_scaler=new and (len(watched.scalers) > 1 or other))
+        fresh, first = watched.fresh, watched.first_scaler
+        watched.first_scaler = scaler if first is None else first
+        new_scaler = scaler is not None and first not in (None, scaler)
+        no_update = scaler is not None and watched.name in self._done[id(scaler)]
+        self._say(watched, inside_autocast=watched.in_autocast, new_scaler=new_scaler, no_update=no_update)
         if fresh and look(watched.few) != watched.marks and watched.cleared():
             there = any(p.grad is not None for p in watched.few)
             hidden = there and not math.isfinite(length(watched.norms))
             self._say(watched, nan_hidden=hidden, cleared_early=not hidden)
             return
-        self._look_at_changes(watched)
         by = next((p.scaler for p in fresh if p.scaler is not None), None)
         bare = scaler is None and by is not None
         plain = [p for p in fresh if p.scaler is None and p.factor < _BY_HAND]
         self._say(
             watched,
+            **watched.changes(),
             not_cleared=fresh and watched.used,
             unscaled_backward=scaler is not None and plain,
             bare_step=bare and (watched.unscaled or not math.isclose(watched.shrunk(), scale_of(by), rel_tol=1e-5)),
@@ -361,13 +308,13 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     # --- around them
 
-    def _autocast(self, original: Callable[..., Any], context: torch.autocast) -> object:
+    def _autocast(self, original: Call, context: torch.autocast) -> object:
         result = original(context)
         low = torch.get_autocast_dtype(context.device) == torch.float16 and torch.is_autocast_enabled(context.device)
         self._low = self._low or (low and torch.is_grad_enabled())
         return result
 
-    def _schedule(self, original: Callable[..., Any], schedule: object, *args: object, **more: object) -> object:
+    def _schedule(self, original: Call, schedule: object, *args: object, **more: object) -> object:
         begins = getattr(schedule, "last_epoch", 0) < 0  # its constructor takes a first step
         result = original(schedule, *args, **more)
         watched = self._of(schedule.optimizer) if hasattr(schedule, "optimizer") else None
@@ -387,3 +334,8 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
                 idle_optimizer=not watched.steps and watched.passes and busiest > 1,
                 schedule_counts_skips=after["skipped", "schedule"] and every,
             )
+
+
+def _has_closure(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether the arguments of an optimizer's step hold one."""
+    return kwargs.get("closure") is not None or any(map(callable, args[1:]))

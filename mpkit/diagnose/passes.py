@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
 from mpkit.diagnose.copies import copied, copied_batch, tensors_of
 from mpkit.diagnose.cure import Cure
+from mpkit.diagnose.listening import in_autocast
 from mpkit.diagnose.watch import Watch
 from mpkit.diagnose.words import said
 from mpkit.formats import BF16, FloatFormat
@@ -102,7 +103,7 @@ class Question:
     @property
     def autocast(self) -> bool:
         """Whether the network has no level and runs inside an autocast region."""
-        return self.level is None and in_autocast(self.network)
+        return self.level is None and in_autocast(device_of(self.network))
 
     @property
     def step(self) -> float:
@@ -171,14 +172,9 @@ def device_of(network: nn.Module) -> str:
 
 def dtype_of(network: nn.Module, given: torch.dtype | FloatFormat) -> torch.dtype | FloatFormat:
     """What a network without a level runs in: that of the autocast region, or of a parameter of 16 bits."""
-    if in_autocast(network):
+    if in_autocast(device_of(network)):
         return torch.get_autocast_dtype(device_of(network))
     return next((p.dtype for p in network.parameters() if p.dtype in (torch.float16, torch.bfloat16)), given)
-
-
-def in_autocast(network: nn.Module) -> bool:
-    kind = device_of(network)
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 @contextmanager
