@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from mpkit.diagnose.listening import in_autocast
 from mpkit.diagnose.watch import Watch
 from mpkit.diagnose.words import said
 from mpkit.formats import BF16, FloatFormat
+from mpkit.step.phases import checked_loss
 
-T = TypeVar("T")
 LossFn = Callable[..., Tensor]
 SMALLEST, LARGEST = -40, 127  # exponents of the loss scales that are tried
 
@@ -193,20 +193,15 @@ def _in_float32(loss_fn: LossFn, output: object, *target: object) -> Tensor:
 
 
 def gradients_of(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> list[Tensor | None]:
-    """The gradients of loss * scale, dense; the graph stays. Out of an autocast region, as a loop does it."""
-    seed = torch.full_like(loss, scale)
-    found: Sequence[Tensor | None]
+    """The gradients of loss * scale, dense; the graph stays. Out of an autocast region, as a loop does it.
+
+    The parameters are those of a copy: `backward()`, which a re-entrant checkpoint asks for, overwrites their `grad`.
+    """
+    for p in parameters:
+        p.grad = None
     with torch.autocast(loss.device.type, enabled=False):
-        try:
-            found = torch.autograd.grad(loss, parameters, seed, retain_graph=True, allow_unused=True)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            for p in parameters:  # of a copy of the network; a re-entrant checkpoint only knows backward()
-                p.grad = None
-            loss.backward(seed, retain_graph=True)
-            found = [p.grad for p in parameters]
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+        loss.backward(torch.full_like(loss, scale), retain_graph=True)
+    return [p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad for p in parameters]
 
 
 def loss_of(network: nn.Module, batch: object, loss_fn: LossFn | None) -> Tensor:
@@ -222,13 +217,7 @@ def loss_of(network: nn.Module, batch: object, loss_fn: LossFn | None) -> Tensor
             f"batch must be (inputs, target), one tensor or a dict of inputs, got {type(batch).__name__}; "
             "several inputs go into a tuple: ((x1, x2), target)"
         )
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss.reshape(())
-    came, way = type(loss).__name__, "return the tensor from which backward starts"
-    if isinstance(loss, Tensor):
-        came = f"a tensor of shape {tuple(loss.shape)}" + " that depends on no parameter" * (not loss.requires_grad)
-        way = "reduce a tensor with loss.mean()"
-    raise ValueError(f"the loss must be one number that depends on a parameter, got {came}; {way}")
+    return checked_loss(loss)
 
 
 def _forward(network: nn.Module, inputs: object) -> object:
