@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 T = TypeVar("T")
 DEPTH = 6  # objects inside one another that are looked through for the tensors of a batch
@@ -26,6 +25,17 @@ class _Copying(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if found is None else found
 
 
+def _copied(what: str, given: T, change: Callable[[Tensor], Tensor | None]) -> T:
+    try:
+        with _Copying(change):
+            return copy.deepcopy(given)
+    except Exception as error:  # whatever its parts raise
+        raise TypeError(
+            f"diagnose runs copies, and this {what} cannot be copied: {error}; take off it what has no copy, as a "
+            "lock, a generator or an open file"
+        ) from error
+
+
 def copied(network: nn.Module, loss_fn: T) -> tuple[nn.Module, T]:
     """The network and its loss, which is copied with it if it is a module or a method of one, and may share weights.
 
@@ -39,38 +49,22 @@ def copied(network: nn.Module, loss_fn: T) -> tuple[nn.Module, T]:
             "fully_shard(network), on one process"
         )
     bound = isinstance(loss_fn, nn.Module) or isinstance(getattr(loss_fn, "__self__", None), nn.Module)
-    memo: dict[int, Any] = {}
-    try:
-        with _Copying(lambda t: None if t.is_leaf else t.detach().clone()):
-            own, own_loss = copy.deepcopy(network, memo), copy.deepcopy(loss_fn, memo) if bound else loss_fn
-    except Exception as error:  # whatever the parts of a network raise
-        raise TypeError(
-            f"diagnose runs a copy of the network, and this {type(network).__name__} cannot be copied: {error}; take "
-            "off it what has no copy, as a lock, a generator or an open file"
-        ) from error
+    both = network, loss_fn if bound else None
+    own, own_loss = _copied(type(network).__name__, both, lambda t: None if t.is_leaf else t.detach().clone())
     for given, parameter in zip(network.parameters(), own.parameters()):
         for hook in (given._backward_hooks or {}).values():
             parameter.register_hook(hook)
-    return own, own_loss
+    return own, own_loss if bound else loss_fn  # type: ignore[return-value]
 
 
-def copied_batch(batch: object, *, widened: bool = False) -> object:
-    """The batch with copies of its tensors, in float32 if `widened`; a part that cannot be copied stays as it is."""
-    memo: dict[int, Any] = {}
+def copied_batch(batch: T, *, widened: bool = False) -> T:
+    """The batch with copies of its tensors, in float32 if `widened`. Raises TypeError for one that has no copy."""
 
     def tensor(t: Tensor) -> Tensor:
         own = t.detach().clone()
-        own = own.float() if widened and t.is_floating_point() else own
-        return own.requires_grad_() if t.requires_grad else own
+        return (own.float() if widened and t.is_floating_point() else own).requires_grad_(t.requires_grad)
 
-    def part(value: object) -> object:
-        try:
-            return copy.deepcopy(value, memo)
-        except Exception:  # as above
-            return value
-
-    with _Copying(tensor):
-        return tree_map(part, batch)
+    return _copied("batch", batch, tensor)
 
 
 def tensors_of(place: str, value: object, depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:
@@ -79,15 +73,13 @@ def tensors_of(place: str, value: object, depth: int = DEPTH) -> Iterator[tuple[
     >>> [name for name, _ in tensors_of("batch", ({"x": Tensor(1)}, [0, Tensor(1)]))]
     ["batch[0]['x']", 'batch[1][1]']
     """
+    parts: list[tuple[str, Any]] = []
     if isinstance(value, Tensor):
         yield place, value
-        return
-    parts: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
+    elif isinstance(value, Mapping):
         parts = [(f"[{key!r}]", item) for key, item in value.items()]
     elif isinstance(value, tuple | list):
-        fields = getattr(value, "_fields", None)
-        parts = [(f".{fields[i]}" if fields else f"[{i}]", item) for i, item in enumerate(value)]
+        parts = [(f"[{i}]", item) for i, item in enumerate(value)]
     elif hasattr(value, "__dict__"):
         parts = [(f".{name}", item) for name, item in vars(value).items()]
     for name, item in parts if depth else ():
