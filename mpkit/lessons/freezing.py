@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import groupby
 
@@ -19,12 +19,10 @@ from mpkit.lessons.boost import stages
 from mpkit.optimizers import centralized
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.parts import tenths
-from mpkit.view.sheet import Panel, linear, names
+from mpkit.view.sheet import linear, names
 
 STEPS = 120
 ORDERS = {0: "0 continuous", 1: "1 interleaved"}
-Layers = Sequence[tuple[str, str]]
 
 
 # ---- which stages are trained on which steps
@@ -55,21 +53,14 @@ def timeline(see: Sheet, groups=10, kind=1, full=0.7, seed=0, step=10) -> None:
     saved, formula = work[frozen], expected_saving(costs(), groups, kind, full)
     see.idle = set() if kind else {"seed"}
 
-    see.grid(440, 960, cols=(2.2, 1))
+    see.grid(440)
     see.play("step", "step", STEPS, every=100)
     y = {"label": "stage, input at the top", "lo": len(every), "hi": 0}
     y["ticks"] = [[i + 0.5, every[i].replace("downsample.0", "shortcut")] for i in range(0, len(every), 2)]
-    left = see.panel(title="bars cover the frozen stages", x=linear("step", -0.5, STEPS - 0.5, 6), y=y)
-    left.bars(frozen, width=1, fill="reference/0.75", edge="reference", label="frozen stages", quiet=True)
-    left.rule("x", "index", "own", width=2)
-    left.handle("x", "step", step, 0, STEPS - 1, "step")
-    values = np.stack([saved, np.full(STEPS, saved.mean()), np.full(STEPS, formula)], axis=1)
-    x, y = names(["this step", "mean", "formula"]), linear("backward work saved, %", 0, 108, 5)
-    right = see.panel(0, 1, title="backward work saved", x=x, y=y)
-    fill = ["own/0.55", "reference/0.55", "paper"]
-    right.bars(100 * values, fill=fill, edge="reference", width=0.6, label="saved, %", quiet=True)
-    for column in range(3):
-        right.text("{} %", column, 104, values=[tenths(values[:, column])], valign="top")
+    panel = see.panel(title="bars cover the frozen stages", x=linear("step", -0.5, STEPS - 0.5, 6), y=y)
+    panel.bars(frozen, width=1, fill="reference/0.75", edge="reference", label="frozen stages", quiet=True)
+    panel.rule("x", "index", "own", width=2)
+    panel.handle("x", "step", step, 0, STEPS - 1, "step")
 
     who = ["none" if n == 0 else "the first" if n == 1 else f"the first {n}" for n in frozen.tolist()]
     see.say(
@@ -116,89 +107,54 @@ KINDS = {  # of a layer: role, glyph and name
     "linear": ("ink", "D", "FC"),
     "normalised": ("normal", "^", "FC normalised"),
 }
-PER_ROW = 30
 
 
 @cache
-def layers(network: str, fn_flag: bool = False, faithful: bool = False) -> tuple[list[tuple[str, str]], set[str]]:
+def layers(network: str, fn_flag: bool = False) -> tuple[list[tuple[str, str]], set[str]]:
     """(name, kind of `KINDS`) of each layer in definition order, and the names of the blocks with a shortcut."""
     net = NETWORKS[network]()
     kinds = {nn.Conv2d: "conv", nn.BatchNorm2d: "kept", nn.Linear: "linear"}
     found = {n: kinds[type(m)] for n, m in net.named_modules() if type(m) in kinds}
     residual = (networks.ResidualBlock, networks.Bottleneck)
     shortcuts = {n for n, m in net.named_modules() if isinstance(m, residual) or getattr(m, "shortcut", 0) is True}
-    try:
-        report = LessBN(net, fn_flag, faithful=faithful).report
-    except ValueError as error:
-        raise ValueError(
-            f"MindSpore's patterns cannot be looked for in {network}: what its forward pass does depends on the size "
-            "of the image; untick faithful, or choose another network"
-        ) from error
+    report = LessBN(net, fn_flag).report
     found |= dict.fromkeys(report.removed, "removed") | dict.fromkeys(report.normalized, "normalised")
     return list(found.items()), shortcuts
 
 
-@view(network=[*NETWORKS], fn_flag="fn_flag: normalise the last FC", faithful="faithful: MindSpore's patterns")
-def less_bn(see: Sheet, network="ResNet-18", fn_flag=False, faithful=False) -> None:
-    """The layers of a network in definition order, row after row, and which BatchNorms LessBN takes away.
+@view(network=[*NETWORKS], fn_flag="fn_flag: normalise the last FC")
+def less_bn(see: Sheet, network="ResNet-18", fn_flag=False) -> None:
+    """The layers of a network, a row for each block, and which BatchNorms LessBN takes away.
 
     Numbers: `layers` (name and kind of each), `removed` of so many `norms`.
     """
-    every, shortcuts = layers(network, fn_flag, faithful)
+    every, shortcuts = layers(network, fn_flag)
     kinds = [kind for _, kind in every]
     gone = kinds.count("removed")
     norms = gone + kinds.count("kept")
-    parts = rows_of(every)
-    see.grid(110 + 72 * len(parts), 900)
+    blocks = {block: [*members] for block, members in groupby(every, key=block_of)}
+    places = np.array([(row, i) for row, members in enumerate(blocks.values()) for i in range(len(members))])
     told = f"{gone} of {norms} BatchNorms removed" if norms else "no BatchNorm"
-    title = f"{told}{'; arrows are shortcuts' if shortcuts else ''}"
-    x, y = linear("", -1, max(map(len, parts))), linear("", len(parts) - 0.4, -0.7)
-    panel = see.panel(title=title, x=x, y=y, bare=True)
-    for row, part in enumerate(parts):
-        panel.line([row, row], [0, len(part) - 1], "muted", width=1.5)
-        _blocks(panel, part, row, shortcuts)
-    places = np.array([(row, column) for row, part in enumerate(parts) for column in range(len(part))])
+    see.grid(110 + 26 * len(blocks), 620)
+    x, y = linear("layer of the block", -0.6, places[:, 1].max() + 0.6), names([*blocks], down=True, bare=False)
+    panel = see.panel(title=f"{told}{'; arrows are shortcuts' if shortcuts else ''}", x=x, y=y)
+    for row, (block, members) in enumerate(blocks.items()):
+        panel.line([row, row], [0, len(members) - 1], "muted", width=1.5)
+        if block in shortcuts:
+            panel.arrow((-0.4, row + 0.36), (len(members) - 0.6, row + 0.36), width=1.6)
     for kind, (color, glyph, label) in KINDS.items():
-        at = [i for i, own in enumerate(kinds) if own == kind]
-        if at:
-            row_of, column_of = places[at].T
+        rows, columns = places[[own == kind for own in kinds]].T
+        if len(rows):
             fill = "paper" if kind == "kept" else None
-            panel.points(row_of, column_of, color, glyph=glyph, size=5.5, fill=fill, label=label)
+            panel.points(rows, columns, color, glyph=glyph, size=5.5, fill=fill, label=label)
     last = "".join(f" The last FC, {name}, is normalised." for name, kind in every if kind == "normalised")
-    rule = " by MindSpore's own patterns" if faithful else ""
-    see.say(f"{network}: {told}{rule if norms else ''}.{last}", layers=every, removed=gone, norms=norms)
+    see.say(f"{network}: {told}.{last}", layers=every, removed=gone, norms=norms)
     see.rows = [{"layer": name, "kind": KINDS[kind][2]} for name, kind in every]
 
 
 def block_of(layer: tuple[str, str]) -> str:
     """The block of a layer: the first two parts of its name."""
     return ".".join(layer[0].split(".")[:2])
-
-
-def rows_of(every: Layers) -> list[list[tuple[str, str]]]:
-    """The layers in rows of about equal length, two more where a block needs them; a block is never parted."""
-    count = -(-len(every) // min(PER_ROW, max(8, -(-len(every) // 3))))
-    width = -(-len(every) // count) + 2
-    rows: list[list[tuple[str, str]]] = [[]]
-    for _, members in groupby(every, key=block_of):
-        block = list(members)
-        if rows[-1] and len(rows[-1]) + len(block) > width:
-            rows.append([])
-        rows[-1] += block
-    return rows
-
-
-def _blocks(panel: Panel, part: Layers, row: int, shortcuts: Collection[str]) -> None:
-    """A frame around the neighbours that belong to one block, with its name, and its shortcut below."""
-    for block, members in groupby(enumerate(part), key=lambda item: block_of(item[1])):
-        places = [i for i, _ in members]
-        if len(places) > 1:
-            left, right = places[0] - 0.45, places[-1] + 0.45
-            look = {"fill": "muted/0.08", "edge": "muted", "width": 1, "radius": 4, "quiet": True}
-            panel.boxes([left], [row + 0.24], [right], [row - 0.24], **look)
-            panel.text(block, (left + right) / 2, row - 0.36, size=11, color="muted")
-            if block in shortcuts:
-                panel.arrow((left, row + 0.34), (right, row + 0.34), width=1.6)
 
 
 # ---- centralized gradients
@@ -215,8 +171,8 @@ def gradients() -> dict[str, Tensor]:
     return {name: p.grad.flatten(1) for name, p in net.named_parameters() if name in LAYERS and p.grad is not None}
 
 
-@view(layer=[*LAYERS], output=Range(0, 119, label="output (row of the gradient)"), subtract="subtract the mean")
-def centralize(see: Sheet, layer="conv1.weight", output=0, subtract=True) -> None:
+@view(layer=[*LAYERS], output=Range(0, 119, label="output (row of the gradient)"))
+def centralize(see: Sheet, layer="conv1.weight", output=0) -> None:
     """One output's gradient in a LeNet-5 on real digits, before and after its mean is subtracted.
 
     Numbers: `gradient` of the layer and what is `used` (outputs, entries), `kept`, the share of its length.
@@ -225,7 +181,7 @@ def centralize(see: Sheet, layer="conv1.weight", output=0, subtract=True) -> Non
     outputs, count = grad.shape
     if output >= outputs:
         raise ValueError(f"{layer} has {outputs} outputs: choose output 0 to {outputs - 1}, got {output}")
-    used = centralized(grad) if subtract else grad
+    used = centralized(grad)
     kept, mean = float(used.norm() / grad.norm()), float(grad[output].mean())
     see.grid(390, 940, cols=(1.15, 1))
     reach = 1.15 * float(grad.abs().max())
@@ -244,7 +200,7 @@ def centralize(see: Sheet, layer="conv1.weight", output=0, subtract=True) -> Non
     means.points(after, color="own", size=3.4, width=1.4, fill="none", quiet=True)
     means.handle("x", "output", output, 0, outputs - 1, "output")
     see.say(
-        f"{layer}, output {output}: the mean {mean:+.1e} {'is subtracted from' if subtract else 'stays in'} its "
-        f"{count} entries; the layer's gradient keeps {percent(kept)} of its length.",
+        f"{layer}, output {output}: the mean {mean:+.1e} is subtracted from its {count} entries; the layer's gradient "
+        f"keeps {percent(kept)} of its length.",
         gradient=grad, used=used, kept=kept,
     )  # fmt: skip

@@ -1,6 +1,4 @@
-"""*Freeze and centralize*: savings by hand, frames that hold whole blocks, means that go; its answers a second way."""
-
-from itertools import chain
+"""*Freeze and centralize*: savings by hand, rows of whole blocks, means that go; its answers a second way."""
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from mpkit.lessons.freezing import (
     costs,
     layers,
     less_bn,
-    rows_of,
     timeline,
 )
 from mpkit.networks import resnet18
@@ -67,18 +64,13 @@ def test_a_frozen_prefix_hears_no_gradient():
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_a_frame_holds_a_whole_block(network):
-    every, _ = layers(network)
-    rows = rows_of(every)
-    assert list(chain(*rows)) == every
-    blocks = [{block_of(layer) for layer in row} for row in rows]
-    assert all(not a & b for i, a in enumerate(blocks) for b in blocks[:i])
-    assert max(map(len, rows)) <= 32
+def test_every_block_has_a_row(network):
+    rows = less_bn(network=network).sheet.panels[0].given["y"]["names"]
+    assert rows == [*dict.fromkeys(map(block_of, layers(network)[0]))]
+    assert len(rows) == len(set(rows)) < 30
 
 
 def test_which_batch_norms_go():
-    for network in set(NETWORKS) - {"LeNet-5"}:
-        assert layers(network) == layers(network, faithful=True)
     seen = less_bn(fn_flag=True).numbers
     assert (seen["removed"], seen["norms"]) == (11, 20)
     kinds = dict(seen["layers"])
@@ -91,13 +83,6 @@ def test_which_batch_norms_go():
     assert "no BatchNorm" in less_bn(network="LeNet-5").sentence
 
 
-def test_a_network_without_one_graph_is_refused_by_the_faithful_rule_with_the_way_out():
-    view = less_bn(network="LeNet-5")
-    with pytest.raises(ValueError, match=r"in LeNet-5: .*; untick faithful, or choose another network"):
-        view.set(faithful=True)
-    assert view.params["faithful"] is False
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 def test_centralization_takes_the_mean_of_each_output_and_keeps_the_rest(layer):
     seen = centralize(layer=layer).numbers
@@ -105,7 +90,6 @@ def test_centralization_takes_the_mean_of_each_output_and_keeps_the_rest(layer):
     torch.testing.assert_close(used, grad - grad.mean(1, keepdim=True), rtol=0, atol=1e-7)
     assert seen["kept"] == pytest.approx(float(used.norm() / grad.norm()), rel=1e-5)
     assert (0.45 < seen["kept"] < 0.55) == (layer == "conv1.weight")
-    assert centralize(layer=layer, subtract=False).numbers["kept"] == 1
 
 
 def test_an_output_that_a_layer_has_not_is_refused():
