@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit.casting import LEVELS, PRESETS, auto_mixed_precision, cast_like, ledger, to_float
+from mpkit.casting.ledger import Operation
 from mpkit.casting.operators import EXACT
 from mpkit.data import digits
 from mpkit.formats import get_format
@@ -33,47 +35,25 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class Step(NamedTuple):
-    """One operation of the network as the picture shows it.
-
-    Args:
-        module:     path of the module, "" for the network itself.
-        operation:  name of the operation.
-        inputs:     precisions of its inputs as given.
-        compute:    precision it computed in.
-        output:     precision of its result.
-        casts:      tensors cast for it.
-        error:      root mean square error of the result against float64, relative to the result (dimensionless).
-        flushed:    non-zero values that became zero in its casts and result.
-        overflowed: finite values that became infinite or NaN there.
-        saved:      bytes that it keeps for the backward pass.
-    """
-
-    module: str
-    operation: str
-    inputs: tuple[str, ...]
-    compute: str
-    output: str
-    casts: int
-    error: float
-    flushed: int
-    overflowed: int
-    saved: int
-
-
 class Walk(NamedTuple):
-    """A network seen operation by operation at one level: steps, layer names, bytes kept, error of the result.
+    """A network seen operation by operation at one level.
 
-    `border_casts` of its `activation_casts` are those of the network's own input and output.
+    `steps` are rows of the ledger, the first one with what was lost at the network's border; `errors` the root mean
+    square errors of their results against float64, relative to the result; then layer names, bytes kept, casts.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[Operation, ...]
+    errors: tuple[float, ...]
     layers: tuple[str, ...]
     kept_bytes: int
     parameter_casts: int
     activation_casts: int
     border_casts: int
-    error: float
+
+    @property
+    def error(self) -> float:
+        """That of the network's result."""
+        return self.errors[-1]
 
 
 def batch(count: int = 8) -> Tensor:
@@ -123,18 +103,14 @@ def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> W
         to_float(network.get_submodule(layers[kept - 1]), torch.float32)
     with ledger(network, count=True, keep=True) as book:
         network(x)
-    steps = [
-        Step(row.module, row.operation, row.inputs, row.compute, row.output[0], row.casts, relative_error(got, want),
-             row.flushed or 0, row.overflowed or 0, row.saved)
-        for row, got, want in zip(book.rows, book.results, _exact(kind, exponent))
-        if row.operation not in EXACT or row.operation in SHOWN_ANYWAY
-    ]  # fmt: skip
+    every = zip(book.rows, map(relative_error, book.results, _exact(kind, exponent)))
+    seen = [(row, error) for row, error in every if row.operation not in EXACT or row.operation in SHOWN_ANYWAY]
+    steps, errors = zip(*seen)
     border = [cast for cast in book.casts if not cast.operation]  # the network's input counts for the first operation
-    flushed, overflowed = (sum(getattr(cast, name) or 0 for cast in border) for name in ("flushed", "overflowed"))
-    steps[0] = steps[0]._replace(flushed=steps[0].flushed + flushed, overflowed=steps[0].overflowed + overflowed)
+    lost = {name: sum(getattr(x, name) or 0 for x in (steps[0], *border)) for name in ("flushed", "overflowed")}
     weights, moved = (sum(c.tensor != "activation" for c in cs) for cs in (book.casts, border))
     casts = weights, len(book.casts) - weights, len(border) - moved
-    return Walk(tuple(steps), layers, book.measured_bytes, *casts, steps[-1].error)
+    return Walk((replace(steps[0], **lost), *steps[1:]), errors, layers, book.measured_bytes, *casts)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -167,7 +143,7 @@ def levels(see: Sheet, network="MLP", level="O2", fmt="fp16", kept=0, exponent=0
     _operations(see, seen.steps, fmt)
     _errors(see, seen, plain, fmt)
     low = sum(step.compute != "float32" for step in seen.steps)
-    lost = sum(s.flushed for s in seen.steps), sum(s.overflowed for s in seen.steps)
+    lost = sum(s.flushed or 0 for s in seen.steps), sum(s.overflowed or 0 for s in seen.steps)
     moved = f", layer {seen.layers[kept - 1]} in float32" if kept else ""
     ends = f", of these {seen.border_casts} at the network's input and output" if seen.border_casts else ""
     told = (
@@ -180,7 +156,7 @@ def levels(see: Sheet, network="MLP", level="O2", fmt="fp16", kept=0, exponent=0
     see.say(f"{told} The relative error of the result is {error}.", stored=told, walk=seen, plain=plain)
 
 
-def _operations(see: Sheet, steps: tuple[Step, ...], fmt: str) -> None:
+def _operations(see: Sheet, steps: tuple[Operation, ...], fmt: str) -> None:
     """Above: the operations in order, by what they compute in."""
     n = len(steps)
     above = see.panel(title="what each operation computes in", x=space(-0.6, n - 0.4), y=space(0, 1))
@@ -202,7 +178,7 @@ def _errors(see: Sheet, seen: Walk, plain: Walk, fmt: str) -> None:
     y = log2("relative error", LOWEST - 1, HIGHEST + 1, 6)
     y["ticks"] = [[LOWEST, "0"], *(t for t in y["ticks"] if LOWEST < t[0] < HIGHEST), [HIGHEST, "not finite"]]
     below = see.panel(1, title="how far each result is from float64", x=x, y=y)
-    own, wide = (exponents([s.error for s in w.steps], LOWEST, HIGHEST) for w in (seen, plain))
+    own, wide = (exponents(w.errors, LOWEST, HIGHEST) for w in (seen, plain))
     below.line(wide, color="reference", dash="--", glyph="s", size=3, label="float32 (O0)")
     below.line(own, color="own", glyph="o", label=f"{fmt}, at the level", ghost=True)
     for name, color, glyph, height, label in (
@@ -215,7 +191,7 @@ def _errors(see: Sheet, seen: Walk, plain: Walk, fmt: str) -> None:
             below.points([height] * len(found), [*found], color, **look)
 
 
-def _label(step: Step) -> str:
+def _label(step: Operation) -> str:
     operation = step.operation.removeprefix("scaled_dot_product_").removeprefix("layer_").removeprefix("batch_")
     named = [part for part in step.module.split(".") if not part.isdigit()]
     number = [part for part in step.module.split(".")[-1:] if part.isdigit()]
@@ -227,14 +203,13 @@ def _label(step: Step) -> str:
 LOGITS = torch.arange(0, -33.0, -1.0)
 
 
-class _Fused(nn.Module):
-    def forward(self, z: Tensor) -> Tensor:
-        return F.log_softmax(z, 0)
+class _LogSoftmax(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
 
-
-class _InTwo(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
-        return torch.log(torch.softmax(z, 0))
+        return F.log_softmax(z, 0) if self.fused else torch.log(torch.softmax(z, 0))
 
 
 @view(
@@ -244,7 +219,7 @@ class _InTwo(nn.Module):
 )
 def log_softmax(see: Sheet, level="O2", fmt="fp16", fused=False) -> None:
     """log(softmax(z)) for logits 0, -1, ..., -32, computed at a level in a format. Numbers: `got want lost error`."""
-    got = auto_mixed_precision(_Fused() if fused else _InTwo(), level, get_format(fmt))(LOGITS).double().numpy()
+    got = auto_mixed_precision(_LogSoftmax(fused), level, get_format(fmt))(LOGITS).double().numpy()
     want, finite = F.log_softmax(LOGITS.double(), 0).numpy(), np.isfinite(got)
     lost, becomes = int((~finite).sum()), "NaN" if np.isnan(got).any() else "-inf"  # e4m3fn has no infinity
     error = float(np.abs(got - want)[finite].max()) if finite.any() else math.inf
