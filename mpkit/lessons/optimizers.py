@@ -99,11 +99,6 @@ def adam_state(see: Sheet, state="float16", eps=-8, gradient=-10) -> None:
         f"step is {wide.size[marked]:.3g} times the learning rate.",
         gradients=gradients, narrow=narrow.size, wide=wide.size,
     )  # fmt: skip
-    see.rows = [
-        {"gradient": f"{gradients[i]:.5g}", "v as stored": f"{narrow.moment2[i]:.5g}",
-         "step, learning rates": f"{narrow.size[i]:.3g}", "the same in float32": f"{wide.size[i]:.3g}"}
-        for i in range(0, len(gradients), 8)
-    ]  # fmt: skip
 
 
 # ---- trainings on the digits

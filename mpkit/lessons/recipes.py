@@ -147,10 +147,6 @@ def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=6) -> None:
         x=x, decoded=decoded, scales=scales, snr=float(10 * torch.log10(signal / noise)), clipped=clipped,
         flushed=flushed,
     )  # fmt: skip
-    see.rows = [
-        {"place": i, "value": f"{a:.3f}", "stored": f"{b:.4g}", "scale": f"{scales[i // size]:.4g}"}
-        for i, (a, b) in enumerate(zip(x.tolist(), decoded.tolist()))
-    ]
 
 
 # ---- *Three products*: recorded trainings under recipes

@@ -23,12 +23,11 @@ from mpkit.view.words import exponent as told_power
 
 # ---- numbers
 class Phase(NamedTuple):
-    """One phase of a step: what is done, the line that does it, what is seen there; the largest magnitude of what
-    travels on, its dtype, and how many of its `many` values are not finite.
+    """One phase of a step: what is done, what is seen there; the largest magnitude of what travels on, its dtype, and
+    how many of its `many` values are not finite.
     """
 
     name: str
-    code: str
     seen: str
     largest: float
     dtype: str
@@ -45,11 +44,12 @@ class Walk(NamedTuple):
     lost: int
 
 
-def _phase(name: str, code: str, seen: str, tensors: Sequence[Tensor]) -> Phase:
+def _phase(name: str, seen: str, tensors: Sequence[Tensor]) -> Phase:
     every, dtype = torch.cat([t.detach().float().flatten() for t in tensors]), dtype_name(tensors[0].dtype)
     largest = float(every.abs().max())  # NaN wins
     bad = int((~every.isfinite()).sum())
-    return Phase(name, code, seen.format(largest=f"{largest:.3g}", dtype=dtype), largest, dtype, bad, every.numel())
+    ill = f", {bad} of {every.numel()} values not finite" if bad and every.numel() > 1 else ""
+    return Phase(name, seen.format(largest=f"{largest:.3g}", dtype=dtype) + ill, largest, dtype, bad, every.numel())
 
 
 @cache
@@ -80,19 +80,17 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> Walk:
         optimizer.step()
     moved = [p.detach() - old for p, old in zip(parameters, before)]
     scaler.adjust(finite)
-    gate = (
-        ("update, then check", "step(); all_finite") if late else ("update if all are finite", "if all_finite: step()")
-    )
+    gate = "update, then check" if late else "update if all are finite"
     decided = "finite, updated" if finite else "not finite, yet updated" if late else "not finite, skipped"
     seen = [
-        _phase("keep weights in float32", "parameters", "largest weight {largest} in {dtype}", before),
-        _phase("forward in float16", "network(x)", "first layer gives {dtype}, largest {largest}", inside),
-        _phase("loss in float32", "loss_fn(out, y)", "loss {largest} in {dtype}", [loss]),
-        _phase("scaled backward pass", "scale(loss).backward()", "in {dtype}, largest {largest}", flowing),
-        _phase("gradients in float32", "p.grad", "largest {largest} in {dtype}", grads),
-        _phase("divide by the scale", "unscale(grads)", "largest {largest}", true),
-        _phase(*gate, decided, moved),
-        _phase("adjust the scale", "adjust(finite)", f"next scale {scaler.scale_value:.0f}", [scaler.scale_value]),
+        _phase("keep weights in float32", "largest weight {largest} in {dtype}", before),
+        _phase("forward in float16", "first layer gives {dtype}, largest {largest}", inside),
+        _phase("loss in float32", "loss {largest} in {dtype}", [loss]),
+        _phase("scaled backward pass", "in {dtype}, largest {largest}", flowing),
+        _phase("gradients in float32", "largest {largest} in {dtype}", grads),
+        _phase("divide by the scale", "largest {largest}", true),
+        _phase(gate, decided, moved),
+        _phase("adjust the scale", f"next scale {scaler.scale_value:.0f}", [scaler.scale_value]),
     ]
     return Walk(seen, not updated, seen[6].largest, sum(int((~p.isfinite()).sum()) for p in parameters))
 
@@ -140,7 +138,7 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
         told = [walk.phases[i].seen for i in here]
         panel.points(at[here], here, role, glyph=glyph, size=6, since=here, show="upto", label=dtype, told=told)
     if bad_at:
-        told = [f"{walk.phases[i].bad} of {walk.phases[i].many} values" for i in bad_at]
+        told = [walk.phases[i].seen for i in bad_at]
         look: dict[str, Any] = {"glyph": "x", "size": 7, "width": 3, "since": bad_at, "show": "upto", "told": told}
         panel.points(at[bad_at], bad_at, "overflow", label="inf or NaN", **look)
     for i, p in enumerate(walk.phases):
@@ -154,18 +152,14 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
     roles = np.array([i in bad_at for i in range(8)], np.uint8)
     panel.points(at, color=["own", "overflow"], hue=roles, show="at", size=9, glide=True, fill="none", width=3)
     end = "the update is skipped" if walk.skipped else f"the weights move by up to {walk.change:.3g}"
-    done, late_words = "skipped" if walk.skipped else "applied", ""
     if walk.lost:
         end = f"the check comes too late: {walk.lost} of {walk.phases[0].many} weights are not finite"
-        late_words = ", and weights are lost: the check came too late"
-    ill = [f", {p.bad} of {p.many} values not finite" if p.bad and p.many > 1 and i < 6 else ""
-           for i, p in enumerate(walk.phases)]  # fmt: skip
+    done = "skipped" if walk.skipped else "applied"
     see.say(
         f"Phase {{at}} of 8, {{told}}. In this step {end}.", at=np.arange(1, 9), walk=walk,
-        told=[f"{p.name}: {p.seen}{more}" for p, more in zip(walk.phases, ill)],
-        stored=f"Phase {phase} of 8, {walk.phases[phase - 1].name}. In this step the update is {done}{late_words}.",
+        told=[f"{p.name}: {p.seen}" for p in walk.phases],
+        stored=f"Phase {phase} of 8, {walk.phases[phase - 1].name}. In this step the update is {done}.",
     )  # fmt: skip
-    see.rows = [{"phase": i, "name": p.name, "code": p.code, "seen": p.seen} for i, p in enumerate(walk.phases, 1)]
 
 
 def _gate(panel: Panel, walk: Walk) -> None:
@@ -251,6 +245,3 @@ def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
         f"{cosines[ORDERS[2]]:.2f} with the right one.",
         norms=norms, cosines=cosines,
     )  # fmt: skip
-    see.rows = [
-        {"order": o, "norm": seen[k], "cosine with the right one": f"{cosines[o]:.2f}"} for k, o in enumerate(ORDERS)
-    ]
