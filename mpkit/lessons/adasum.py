@@ -119,10 +119,6 @@ def pair(see: Sheet, a=2.0, b=1.5, angle=60) -> None:
         f"AdaSum = {factors[0]:.2f} a {sign} {abs(factors[1]):.2f} b.",
         results=results, factors=factors,
     )  # fmt: skip
-    see.rows = [
-        {"vector": n, "x": f"{v[0]:z.3g}", "y": f"{v[1]:z.3g}", "length": f"{v.norm():.3g}"}
-        for n, v in {"a": first, "b": second, **results}.items()
-    ]
 
 
 # ---- many workers
@@ -164,6 +160,3 @@ def workers(see: Sheet, agreement=0.3, dimension=64, count=8, seed=0) -> None:
         f"{cosines['mean'][at]:z.2f} for the mean.",
         lengths=lengths, cosines=cosines,
     )  # fmt: skip
-
-
-# ---- a training

@@ -113,11 +113,10 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
         panel.text(
             f"{card}, {CARDS[card].memory} GB: beyond the right end", 0.99, 1, frame=True, anchor="end", valign="top"
         )
-    article = "An" if card.startswith(("A", "H", "R")) else "A"
     see.say(
         f"{NETWORKS[network]}, batch {batch}, {optimizer}: float32 keeps {whole[0] / unit:.3g} {word}, autocast "
         f"{whole[1] / whole[0]:.0%} of it, O1 {whole[2] / whole[0]:.0%}, O2 {whole[3] / whole[0]:.0%}. "
-        f"{article} {card} holds a batch of {fits['float32']} in float32, of {fits['O2']} at O2.",
+        f"The largest batch on the card ({card}) is {fits['float32']} in float32, {fits['O2']} at O2.",
         bytes=kept, fits=fits,
     )  # fmt: skip
     see.rows = [

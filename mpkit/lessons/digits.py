@@ -115,12 +115,6 @@ def training(
         yield run
 
 
-def trained(level: str, scaler: LossScaler, **options: Any) -> Run:
-    """`training` to its end."""
-    *_, run = training(level, scaler, **options)
-    return run
-
-
 def accuracy(network: nn.Module) -> float:
     """Share of the 297 test digits that the network names rightly."""
     images, labels = (t.to(default_device()) for t in digits("test"))

@@ -154,19 +154,17 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
     where = f" The inf or NaN sits in {report.module}." if report.module else ""
     if report.operation:
         where = f" The first inf or NaN was born in {report.module}, {report.phase} pass, operation {report.operation}."
-    works = "No scale works"
-    if report.max_scale is not None:
-        works = f"The largest scale that works is {exponent(report.max_scale)}"
-    if born is None:
-        end = FORMATS[dtype].max
-        wide = [n for n, g in slopes.items() if n.endswith("bias") and not float(g.abs().max()) <= end]
-        part = f"; the gradient of {' and '.join(wide) or 'a weight'} is not (no bar shows it)"
-        walk = f"All {len(stops)} steps forward and back are finite{'' if report.verdict == 'healthy' else part}."
-    else:
+    works = (
+        "No scale works" if not report.max_scale else f"The largest scale that works is {exponent(report.max_scale)}"
+    )
+    walk = f"All {len(stops)} steps forward and back are finite"
+    if born is not None:
         what = f"gradient of {stops[born].name}" if stops[born].backward else stops[born].name
-        walk = f"Step {born + 1} of {len(stops)}, {what}, is the first with a value that is not finite."
+        walk = f"Step {born + 1} of {len(stops)}, {what}, is the first with a value that is not finite"
+    elif report.verdict != "healthy":
+        walk += "; the gradient of a parameter is not (no bar shows it)"
     see.say(
-        f"Training {training} at scale 2^{scale} in {dtype}: {report.verdict}.{where} {works}. {walk}",
+        f"Training {training} at scale 2^{scale} in {dtype}: {report.verdict}.{where} {works}. {walk}.",
         report=report, stops=stops, born=born, bars=bars,
     )  # fmt: skip
     see.rows = [

@@ -143,7 +143,7 @@ def decay(see: Sheet, parameter=NAMES[0], place=PLACES[0], size=0.1, rate=0.01, 
     alone = (1 - rate * amount) ** np.arange(STEPS + 1)
     panel.line(alone, color="reference", dash=":", width=5, label="× (1 − rate × decay) each step")
     _curves(see, panel, curves, step)
-    columns: dict[str, Any] = {f"c{i}": shortly(c) for i, c in enumerate(curves.values())}
+    columns: dict[str, Any] = {f"c{i}": np.array(c) for i, c in enumerate(curves.values())}
     elsewhere = " outside of this group" if place == PLACES[2] else ""
     see.say(
         f"{parameter}, {place}: {reach}. The learning rate is {rate:.3g}, weight_decay is {amount:.3g}{elsewhere}, and "
@@ -151,12 +151,3 @@ def decay(see: Sheet, parameter=NAMES[0], place=PLACES[0], size=0.1, rate=0.01, 
         "SGD, {c1} in Adam, {c2} in AdamWeightDecay.",
         at=np.arange(STEPS + 1), curves=curves, reached=probe < 1, **columns,
     )  # fmt: skip
-
-
-def shortly(weights: Sequence[float]) -> np.ndarray:
-    """Weights to two digits after the point; a small one keeps its first digit, or it would look like 0."""
-    found = np.asarray(weights, dtype=float)
-    with np.errstate(divide="ignore"):
-        first = 10.0 ** np.floor(np.log10(np.abs(found)))
-    first[~(first > 0)] = 1
-    return np.where(np.abs(found) >= 0.005, np.round(found, 2), np.round(found / first) * first)

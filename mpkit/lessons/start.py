@@ -24,9 +24,6 @@ WIDE = 240  # steps in the picture
 FLOOR = (-14, 10)
 
 
-# ---- pictures that stay
-
-
 # ---- a training that is steered while it runs
 class SteeredScaler(LossScaler):
     """A loss scaler whose policy is asked for anew before every step, so that it can be steered while it runs."""

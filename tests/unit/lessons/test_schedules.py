@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from mpkit.lessons.schedules import NAMES, PLACES, decay, decay_curves, schedules, shortly
+from mpkit.lessons.schedules import NAMES, PLACES, decay, decay_curves, schedules
 from mpkit.optimizers import SGD
 from mpkit.schedules import PolynomialDecayLR, WarmUpLR, lambda_lr, piecewise_constant_lr
 from mpkit.view.words import words
@@ -64,10 +64,6 @@ def test_what_the_lesson_says_of_three_kinds_of_decay():
     none = decay_curves(0.1, amount=0.0)
     assert none["Adam"][-1] == pytest.approx(1.02, abs=0.01)
     assert none["AdamWeightDecay"][-1] == pytest.approx(1.08, abs=0.01)
-
-
-def test_small_weights_keep_a_digit():
-    assert shortly([0.8234, 0.00123, -0.0456, 0.0]).tolist() == pytest.approx([0.82, 0.001, -0.05, 0.0])
 
 
 def test_a_chain_drives_an_optimizer_of_torch():
