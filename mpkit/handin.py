@@ -9,24 +9,19 @@ import argparse
 import ast
 import json
 import re
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 STUB = "YOUR CODE HERE"
 TEXT_STUB = "YOUR ANSWER HERE"
-SIGNS = {b"PK": "a zip archive", b"%PDF": "a PDF", b"\x89PNG": "a picture", b"\xff\xd8": "a picture"}
-
-
-@dataclass
-class Answers:
-    """What a submission says to each question of a lab; `notes` are sentences about what stands in a strange place."""
-
-    code: dict[str, list[str]] = field(default_factory=dict)  # question -> its cells in their order
-    text: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+BROKEN = {  # what stands in a file that is no notebook -> what is told of it
+    r"\A\s*\Z": "the file is empty: save the notebook once more and hand that in",
+    r"\A(PK|%PDF|\udc89PNG|\udcff\udcd8)": "not a notebook: an archive, a PDF or a picture; hand in the .ipynb file",
+    r"\A\s*<(?!<)": "not a notebook: HTML; download the .ipynb file itself, not the page that shows it",
+    r"(?m)^(<{7} |={7}$|>{7} )": "merge conflict in line {}: keep one of the two versions, then save it in Jupyter",
+    r"[\udc80-\udcff]": "line {} is no UTF-8: save it once more in Jupyter",
+}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -36,55 +31,40 @@ def read(path: Path) -> dict[str, Any]:
              OSError where it cannot be read.
     """
     raw = path.read_bytes()
-    if not raw.strip():
-        raise ValueError("the file is empty: save the notebook once more and hand that in")
-    if kind := next((kind for sign, kind in SIGNS.items() if raw.startswith(sign)), ""):
-        raise ValueError(f"not a notebook: {kind}; hand in the .ipynb file itself")
     encoding = json.detect_encoding(raw)
-    try:
-        return read_text(raw.decode(encoding))
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"line {line} is no {encoding.upper()}: save it once more in Jupyter") from None
+    return read_text(raw.decode(encoding, "surrogateescape" if encoding.startswith("utf-8") else "replace"))
 
 
 def read_text(text: str) -> dict[str, Any]:
     """The notebook that a text is, as `read`; cells of the format before 2015 are found too."""
-    if re.match(r"\s*<(?!<)", text):
-        raise ValueError("not a notebook: HTML; download the .ipynb file itself, not the page that shows it")
-    if conflict := re.search(r"^(<{7} |={7}$|>{7} )", text, re.M):
-        line = text.count("\n", 0, conflict.start()) + 1
-        raise ValueError(f"merge conflict in line {line}: keep one of the two versions there, then save it in Jupyter")
+    for pattern, told in BROKEN.items():
+        if found := re.search(pattern, text):
+            raise ValueError(told.format(text.count("\n", 0, found.start()) + 1))
     try:
         notebook = json.loads(text)
-    except RecursionError:
-        raise ValueError("not a notebook: it is nested too deeply; save it once more in Jupyter") from None
-    except ValueError as error:
-        line = getattr(error, "lineno", 1)
-        raise ValueError(f"damaged in line {line}, perhaps cut off: save it once more in Jupyter") from None
-    try:
         sheet = notebook["worksheets"][0] if "worksheets" in notebook else notebook
         return {"cells": [_whole(cell) for cell in sheet["cells"] if isinstance(cell, dict)]}
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise ValueError(f"damaged in line {line}, perhaps cut off: save it once more in Jupyter") from None
     except (KeyError, IndexError, TypeError):
         raise ValueError("not a notebook: JSON without cells; hand in the .ipynb file itself") from None
 
 
 def _whole(cell: dict[str, Any]) -> dict[str, Any]:
     """A cell with a kind, metadata and a source that is one string, whatever an editor has made of it."""
-    source, metadata = cell.get("source", cell.get("input")), cell.get("metadata")
-    lines = source if isinstance(source, list) else [source]
+    source = cell.get("source", cell.get("input")) or ""  # a word, or a list of lines, in each of which null may stand
     return {
         "cell_type": str(cell.get("cell_type")),
         "id": cell.get("id"),
-        "metadata": metadata if isinstance(metadata, dict) else {},
-        "source": "".join(line for line in lines if isinstance(line, str)),
+        "metadata": cell.get("metadata") or {},
+        "source": "".join(line for line in source if isinstance(line, str)),
     }
 
 
 def mark(cell: Any) -> dict[str, Any]:
     """What nbgrader has written on a cell, or an empty dict."""
-    found = cell["metadata"].get("nbgrader")
-    return found if isinstance(found, dict) else {}
+    return cell["metadata"].get("nbgrader") or {}
 
 
 def is_answer(cell: Any) -> bool:
@@ -93,51 +73,56 @@ def is_answer(cell: Any) -> bool:
 
 def is_parameters(cell: Any) -> bool:
     """Whether a cell holds nothing but the number of the variant."""
-    return re.fullmatch(r"variant = \d+", cell["source"].strip()) is not None
+    return re.fullmatch(r"variant *= *\d+", cell["source"].strip()) is not None
 
 
-def defined(source: str) -> set[str]:
-    """The functions and classes that code defines at its top level; none where it is no Python."""
+def defined(source: str) -> dict[str, Any]:
+    """The functions and classes that code defines at its top level, as trees; none where it is no Python."""
     try:
         tree = ast.parse(re.sub(r"^\s*[%!?].*$", "", source, flags=re.M))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)}
+        return {}
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-def answers(submission: Any, lab: Any) -> Answers:
-    """The cells of a submission that answer each question of the lab; cells that were added go with the next answer.
+def answers(submission: Any, lab: Any) -> tuple[dict[str, list[str]], list[str]]:
+    """(the sources that answer each question of the lab, what stands in a strange place, in sentences).
 
     An answer is known by the name that nbgrader gave it, by its cell's id, or by the function that it defines, so that
     editors which drop one of the three lose nobody a point. What Jupyter does not run counts only where no code does.
+    Cells that were added go with the next answer, those below the last one with that.
     """
     questions = {mark(cell)["grade_id"]: cell for cell in lab["cells"] if is_answer(cell)}
-    found, held = Answers(), {name: list[Any]() for name in questions}
-    added, last = list[str](), ""
+    texts = {name for name, cell in questions.items() if cell["cell_type"] != "code"}
+    held, found = ({name: list[Any]() for name in questions} for _ in range(2))
+    notes, added, last = list[str](), list[str](), list[str]()
     for cell in submission["cells"]:
-        own, code = _of_lab(cell, lab, questions), cell["cell_type"] == "code"
-        name = mark(own).get("grade_id", "") if own else ""
+        own = _of_lab(cell, lab, questions)
+        name = mark(own).get("grade_id") if own else None
         if name in questions:
             held[name].append(cell)
-            if code and questions[name]["cell_type"] == "code":
-                found.code[name] = [*found.code.get(name, []), *added, cell["source"]]
-                added, last = [], name
-        elif own is None and code and not is_parameters(cell):
+        elif own or is_parameters(cell):
+            continue
+        if cell["cell_type"] == "code" and name not in texts:
             added.append(cell["source"])
-    if last:  # what was added below the last answer
-        found.code[last] += added
+            if name:
+                found[name] += added
+                added, last = [], found[name]
+    last += added
+    if variant_of(submission) is None and any(map(is_parameters, lab["cells"])):
+        notes.append("the cell `variant = ...` is gone, which counts as variant 0: copy it from the lab you were given")
     for name, cells in held.items():
         running = sum(cell["cell_type"] == "code" for cell in cells)
         if not cells:
-            found.notes.append(f"{name} is missing: it was deleted")
-        elif questions[name]["cell_type"] != "code":
-            found.text[name] = "\n\n".join(cell["source"] for cell in cells if cell["source"])
+            notes.append(f"{name} is missing: it was deleted")
+        elif name in texts:
+            found[name] = [cell["source"] for cell in cells]
         elif not running:
-            found.code[name] = [cells[-1]["source"]]
-            found.notes.append(f"{name} stands in a cell that Jupyter does not run: change it to a code cell")
+            found[name] = [cells[-1]["source"]]
+            notes.append(f"{name} stands in a cell that Jupyter does not run: change it to a code cell")
         elif running > 1:
-            found.notes.append(f"{name} is answered by more than one code cell: all ran, the last one counts")
-    return found
+            notes.append(f"{name} is answered by more than one code cell: all ran, the last one counts")
+    return found, notes
 
 
 def _of_lab(cell: Any, lab: Any, answers_of: dict[str, Any]) -> Any:
@@ -147,14 +132,13 @@ def _of_lab(cell: Any, lab: Any, answers_of: dict[str, Any]) -> Any:
         same = bool(own["source"].strip()) and cell["source"].strip() == own["source"].strip()
         if mark(own).get("grade_id") == name if name else (number and own.get("id") == number) or same:
             return own
-    written = defined(cell["source"]) if cell["cell_type"] == "code" else set()
-    return next((own for own in answers_of.values() if written & defined(own["source"])), None)
+    written = defined(cell["source"]) if cell["cell_type"] == "code" else {}
+    return next((own for own in answers_of.values() if written.keys() & defined(own["source"]).keys()), None)
 
 
 def variant_of(submission: Any) -> int | None:
     """The number in the cell that says `variant = 7`; None where that cell is gone."""
-    found = [cell["source"] for cell in submission["cells"] if is_parameters(cell)]
-    return int(found[0].split("=")[1]) if found else None
+    return next((int(cell["source"].split("=")[1]) for cell in submission["cells"] if is_parameters(cell)), None)
 
 
 def lab_of(submission: Any, labs: dict[str, Any], name: str = "") -> str:
@@ -162,8 +146,7 @@ def lab_of(submission: Any, labs: dict[str, Any], name: str = "") -> str:
 
     Raises:  ValueError if it holds no answer of any.
     """
-    found = {lab: answers(submission, source) for lab, source in labs.items()}
-    held = {lab: len(each.code) + len(each.text) for lab, each in found.items()}
+    held = {lab: sum(map(bool, answers(submission, source)[0].values())) for lab, source in labs.items()}
     if not any(held.values()):
         raise ValueError("no cell of it answers a question of a lab: copy the answers into the released notebook")
     return max(held, key=lambda lab: (held[lab], lab[:5] in name.lower()))
@@ -174,6 +157,12 @@ def released(folder: Path) -> dict[str, Any]:
     return {path.stem: read(path) for path in sorted(folder.glob("lab[0-9][0-9]_*.ipynb"))}
 
 
+def printable(text: object) -> str:
+    """Words of strangers as one line that neither ends a batch nor rewrites a terminal, nor is a formula in a sheet."""
+    told = "".join(c if c.isprintable() else " " if c in "\n\t" else ascii(c)[1:-1] for c in str(text))
+    return f"'{told}" if told[:1] in ("=", "+", "-", "@") else told
+
+
 def findings(path: Path, labs: dict[str, Any]) -> list[str]:
     """What stands against handing a file in, in sentences; an empty list when nothing does.
 
@@ -181,48 +170,42 @@ def findings(path: Path, labs: dict[str, Any]) -> list[str]:
     """
     submission = read(path)
     lab = labs[lab_of(submission, labs, path.name)]
-    found = answers(submission, lab)
-    told = list(found.notes)
-    told += [f"{name} is not answered yet" for name, cells in found.code.items() if STUB in cells[-1]]
-    told += [f"{name} is empty" for name, text in found.text.items() if not text.replace(TEXT_STUB, "").strip()]
-    if variant_of(submission) is None and any(map(is_parameters, lab["cells"])):
-        told.append("the cell `variant = ...` is gone: copy it again from the lab that you were given")
-    return told + _run(path)
+    found, told = answers(submission, lab)
+    told += [f"{name} is not answered yet" for name, sources in found.items() if STUB in "".join(sources)]
+    empty = [name for name, sources in found.items() if sources and not "".join(sources).replace(TEXT_STUB, "").strip()]
+    told += [f"{name} is empty" for name in empty]
+    return told + _run(submission, path.resolve().parent)
 
 
-def _run(path: Path) -> list[str]:
+def _run(submission: Any, folder: Path) -> list[str]:
     """What goes wrong when the notebook runs from top to bottom in a kernel of its own."""
     import nbformat
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+    from nbclient import execute
 
-    code = [cell["source"] for cell in read(path)["cells"] if cell["cell_type"] == "code"]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in code])
+    cells = [nbformat.v4.new_code_cell(cell["source"]) for cell in submission["cells"] if cell["cell_type"] == "code"]
     try:
-        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.resolve().parent)}}).execute()
-    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        told = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error)
-        ran = sum(cell.execution_count is not None for cell in notebook.cells)
-        return [f"from top to bottom it stops in code cell {ran}: {told.strip().splitlines()[0][:200]}"]
+        execute(nbformat.v4.new_notebook(cells=cells), cwd=str(folder), timeout=300)
+    except Exception as error:  # what an answer raised, or how its kernel ended
+        told = f"{getattr(error, 'ename', type(error).__name__)}: {getattr(error, 'evalue', error)}".splitlines()[0]
+        ran = sum(cell.execution_count is not None for cell in cells)
+        return [f"from top to bottom it stops in code cell {ran}: {told[:200]}"]
     return []
 
 
 def main(arguments: Sequence[str] = ()) -> int:
     """`mpkit check FILE [...]`: 0 where every file can be handed in."""
-    from mpkit.lab import installed_lessons, shipped_lessons
+    from mpkit.lab import installed_lessons
 
     parser = argparse.ArgumentParser(prog="mpkit check", description="Can a lab be handed in as it is?")
     parser.add_argument("files", nargs="+", type=Path, help="notebooks of labs")
-    options = parser.parse_args(list(arguments))
+    labs = released((installed_lessons() or Path(__file__).resolve().parents[1] / "notebooks") / "labs")
     wrong = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        labs = released((installed_lessons() or shipped_lessons(Path(scratch))) / "labs")
-    for path in options.files:
+    for path in parser.parse_args(list(arguments)).files:
         try:
             told = findings(path, labs)
         except (ValueError, OSError) as error:
             told = [str(error)]
-        print(f"{path.name}: {'can be handed in' if not told else f'{len(told)} to look at'}")
-        print(*(f"  {sentence}" for sentence in told), sep="\n", end="\n" if told else "")
+        head = f"{path.name}: {f'{len(told)} to look at' if told else 'can be handed in'}"
+        print(*map(printable, (head, *told)), sep="\n  ")
         wrong += bool(told)
     return int(wrong > 0)

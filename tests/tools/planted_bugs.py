@@ -460,7 +460,7 @@ def test_a_notebook_notices(bug, tree, server):
 
 GRADED = """import sys; import grading; from mpkit import handin
 source = handin.read(grading.HERE / sys.argv[1])
-found = grading.grade(source, "lab", source)
+found = grading.grade(source, source)
 sys.exit(found.points != found.possible)"""
 
 
