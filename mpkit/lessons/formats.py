@@ -138,7 +138,7 @@ def bits(see: Sheet, fmt="fp16", number="0.1", pinned="bf16") -> None:
             see.buttons[label] = {"number": written(beside, form)}
     see.buttons["Change sign"] = {"number": written(pattern ^ 1 << form.bits - 1, form)}
     wide = max(18, form.bits + 2)
-    see.grid(490, rows=(1.1, 1.1, 1.5), least=min(620, 28 * wide + 20))  # a finger hits boxes of 24 pixels
+    see.grid(490, rows=(1.1, 1.1, 1.5), least=28 * wide + 20)  # a finger hits boxes of 24 pixels
     see.rows = everywhere(near)
     _bit_row(see.panel(bare=True, x=space(0, wide), y=space(-1.4, 1.9)), form, pattern)
     shown = value if math.isfinite(value) else math.copysign(form.max, value)  # beyond the end its last number

@@ -21,6 +21,7 @@ const at = (a, i) => (a == null ? i : many(a) ? a[min(i, a.length - 1)] : a);
 const length = (m) => max(0, ..."x y x0 y0 x1 y1 text".split(" ").map((k) => (many(m[k]) ? m[k].length : 0)));
 const clamp = (v, a, b) => min(max(a, b), max(min(a, b), v));
 const within = (v, [a, b]) => a <= v && v <= b;
+const finger = () => matchMedia("(pointer: coarse)").matches; // what it has to hit is 24 pixels wide
 const reveal = (node, yes) => (node.style.display = yes ? "" : "none");
 const px = (v) => round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ..."⁰¹²³⁴⁵⁶⁷⁸⁹" };
@@ -84,9 +85,9 @@ function trace(p, m, n, ys = m.y) {
 	return d;
 }
 
-function rectangle(p, x0, y0, x1, y1) {
-	const [a, b, c, d] = [p.X(x0), p.Y(y0), p.X(x1), p.Y(y1)].map(px);
-	return `M${a} ${b}H${c}V${d}H${a}z`;
+function rectangle(p, x0, y0, x1, y1, least = 0) { // both sides at least so long
+	const [a, b, c, d] = [p.X(x0), p.Y(y0), p.X(x1), p.Y(y1)], more = (u, v) => (max(0, least - abs(v - u)) / 2) * (v < u ? -1 : 1), wide = more(a, c), tall = more(b, d);
+	return `M${px(a - wide)} ${px(b - tall)}H${px(c + wide)}V${px(d + tall)}H${px(a - wide)}z`;
 }
 
 function glyphs(p, m, to, every = 1) {
@@ -137,7 +138,7 @@ const DRAW = {
 	boxes(g, p, m, act) {
 		const n = length(m), groups = new Map(), alone = m.radius || m.sets;
 		if (m.leaves && act.left !== (act.left = m.leaves)) g.ownerSVGElement.classList.add("fresh"); // what they held slides out, once
-		const outline = (k) => rectangle(p, at(m.x0, k), at(m.y0, k), at(m.x1, k), at(m.y1, k));
+		const outline = (k, least) => rectangle(p, at(m.x0, k), at(m.y0, k), at(m.x1, k), at(m.y1, k), least);
 		for (let k = 0; k < n; k++) {
 			const key = alone ? k : [at(m.fill, k), at(m.edge, k), at(m.hatch, k)].join();
 			if (!groups.has(key)) {
@@ -145,13 +146,13 @@ const DRAW = {
 				groups.set(key, { box: path(g, look, m.leaves ? "box leaves" : "box"), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
 			}
 			groups.get(key).items.push(k);
-			if (m.sets && p.real) act.pick(m, k, outline(k));
+			if (m.sets && p.real) act.pick(m, k, outline(k, finger() ? 24 : 0));
 			if (m.text) words(g, p.X((at(m.x0, k) + at(m.x1, k)) / 2), p.Y((at(m.y0, k) + at(m.y1, k)) / 2), m.text[k], { color: at(m.ink ?? "ink", k), size: m.size, halo: m.hatch && at(m.hatch, k) });
 		}
 		const draw = (i) => {
 			const last = reached(m, i);
 			for (const { box, hatch, items } of groups.values()) {
-				const d = items.filter((k) => k < last).map(outline).join("");
+				const d = items.filter((k) => k < last).map((k) => outline(k)).join("");
 				set(box, { d });
 				if (hatch) set(hatch, { d });
 			}
@@ -203,7 +204,7 @@ function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", val
 }
 
 // Below 600 pixels panels stand on top of each other, each as high as it was; small multiples keep three in a row.
-const NARROW = 600;
+const NARROW = 600, MOUSE = 680; // a page is seldom narrower than the latter, but under a finger
 function stacked(panels, height) {
 	const order = panels.map((p, k) => k).sort((a, b) => panels[a].place[2] - panels[b].place[2] || panels[a].place[0] - panels[b].place[0]), places = [];
 	let y = 0, line = 0, tall = 0;
@@ -395,8 +396,9 @@ function render({ model, el }) {
 	function draw() {
 		if (!scene) return;
 		spec = local ?? scene;
-		const width = max(spec.least, round(clamp(stage.clientWidth || spec.width, 280, 1.3 * spec.width)));
-		stage.style.overflowX = width > stage.clientWidth + 1 ? "auto" : "";
+		const width = max(finger() ? spec.least : min(spec.least, MOUSE), round(clamp(stage.clientWidth || spec.width, 280, 1.3 * spec.width))), wide = width > stage.clientWidth + 1;
+		stage.style.overflowX = wide ? "auto" : "";
+		over.style.touchAction = wide ? "auto" : ""; // a finger moves it sideways
 		picture.replaceChildren();
 		picture.classList.remove("fresh");
 		const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });

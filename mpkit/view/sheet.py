@@ -338,7 +338,7 @@ class Sheet:
         least: int = 280,
     ) -> None:
         """The size of the picture in pixels, the shares of its rows and columns, and its `least` width: on a narrower
-        page it is moved sideways."""
+        page it is moved sideways. Beyond 680 it is what a finger needs, and with a mouse the page's width will do."""
         self.size, self.shares, self.least = (width, height), (list(rows), list(cols)), least
 
     def say(self, template: str, *, stored: str | None = None, **columns: Any) -> None:

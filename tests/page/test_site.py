@@ -100,6 +100,27 @@ def alive(page):
     return boxes
 
 
+SMALL = """() => [...document.querySelectorAll(".pick, .handle, .mpk :is(button, select, summary, input)")]
+  .filter((n) => n.checkVisibility({ visibilityProperty: true })).map((n) => [n, n.getBoundingClientRect()])
+  .filter(([, b]) => b.width && Math.min(b.width, b.height) < 23.9).map(([n]) => n.outerHTML)"""
+
+
+@pytest.mark.parametrize("name", ["01_number_formats", "07_boost_levels"])
+def test_a_finger_finds_24_pixels_of_all_that_it_can_set(site, chromium, name):
+    browser = chromium.launch(executable_path=CHROMIUM, args=QUIET)
+    held = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True, offline=True)
+    page = held.new_page()
+    page.goto(f"{site.as_uri()}/{name}.html")
+    views = alive(page)
+    if MADE and name.startswith("01"):
+        views.first.locator("select").first.select_option("fp32")
+        page.wait_for_function("document.querySelectorAll('[data-view] .pick').length >= 32")
+    assert page.locator(".pick").count()
+    assert page.evaluate(SMALL) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    browser.close()
+
+
 def violations(page):
     """(theme, element) of all that axe finds on a page, light and dark."""
     page.evaluate(Axe().axe_script)
