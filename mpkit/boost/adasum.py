@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar, Literal
 
@@ -96,9 +95,8 @@ class AdaSum(nn.Module):
         exchange:        "halving" sends n values per rank however many nodes there are; "full" sends n per level and
                          gives bit for bit what `adasum` gives. Both apply the same formula.
         eps:             times the ranks below a level, added to the three inner products.
-    Raises:  ValueError for a world that is not device_number x 2**m or for parameters that differ between ranks
-             (construction is collective: all ranks must make the object); RuntimeError without a process group and
-             when a peer is gone, or silent for longer than the process group waits.
+    Raises:  ValueError for a world that is not device_number x 2**m; RuntimeError without a process group, and torch's
+             own when a peer is gone, or silent for longer than the process group waits.
     Edges:   buffers such as batch norm statistics stay local to each rank.
     Source:  MindSpore boost.AdaSum, where part of the code takes 8 for the device number; arXiv:2006.02924.
     """
@@ -132,14 +130,6 @@ class AdaSum(nn.Module):
         self.rank, self.device_number, self.group_number = rank, device_number, group_number
         self.node, self._slot = divmod(rank, device_number)
         self.exchange, self.eps, self.weights = exchange, eps, tuple(parameter_tuple)
-        every: list[Any] = [None] * world
-        with self._answered("the other ranks"):
-            dist.all_gather_object(every, [tuple(w.shape) for w in self.weights], self._group)
-        if different := [r for r, theirs in enumerate(every) if theirs != every[rank]]:
-            raise ValueError(
-                f"AdaSum needs the same parameters on every rank; those of rank {rank} differ from those of ranks "
-                f"{different}"
-            )
         self._in_node = [self._global(self.node * device_number + i) for i in range(device_number)]
         alone = device_number == 1
         self._node_group = None if alone else dist.new_group(self._in_node, use_local_synchronization=True)
@@ -228,25 +218,13 @@ class AdaSum(nn.Module):
         outgoing = torch.cat([t.reshape(-1) for t in tensors])
         incoming = outgoing.new_empty(sum(sizes))
         ends = ((dist.isend, outgoing), (dist.irecv, incoming))
-        with self._answered(f"rank {other}"):
-            todo = [dist.P2POp(end, t, self._global(other), self._group) for end, t in ends if len(t)]
-            for work in dist.batch_isend_irecv(todo) if todo else ():
-                work.wait()
+        todo = [dist.P2POp(end, t, self._global(other), self._group) for end, t in ends if len(t)]
+        for work in dist.batch_isend_irecv(todo) if todo else ():
+            work.wait()
         return incoming.split(sizes)
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
-
-    @contextmanager
-    def _answered(self, who: str) -> Iterator[None]:
-        """Raise what torch raises of a peer that does not answer, with its name."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"AdaSum on rank {self.rank} got no answer from {who} before the process group's timeout, or it has "
-                f"ended; look at that process, then start all of them again ({error})"
-            ) from error
 
 
 class AdaSumUpdate(Wrapped):

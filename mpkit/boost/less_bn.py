@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import UninitializedParameter
 
 from mpkit.arguments import checked
 from mpkit.boost.bn_rules import removable
@@ -165,15 +163,11 @@ def _linears(network: nn.Module) -> Iterator[str]:
 
 def _plain_linear(network: nn.Module, name: str) -> nn.Linear:
     """The layer of that name. Raises ValueError unless its output is x W^T + b and nothing else."""
-    linear = network.get_submodule(name)
-    assert isinstance(linear, nn.Linear)
-    own = getattr(inspect.unwrap(linear.forward), "__func__", None)  # set on this very layer, perhaps below a cast
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    known = "weight" in linear._parameters and not isinstance(linear.weight, UninitializedParameter)
-    if not known or own is not nn.Linear.forward or any(hooks):
+    linear: Any = network.get_submodule(name)
+    if type(linear) is not nn.Linear or "weight" not in linear._parameters:
         raise ValueError(
             f"{name!r} is a {type(linear).__name__} whose weight is not there yet (a lazy one: run one batch) or "
-            "computed from others (weight_norm, say), or with a forward or hooks of its own, which would be lost; "
-            "leave fn_flag off, or name another layer with last_fc"
+            "computed from others (weight_norm, say), or with a forward of its own, which would be lost; leave fn_flag "
+            "off, or name another layer with last_fc"
         )
     return linear

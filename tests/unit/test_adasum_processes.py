@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from mpkit.boost.dim_reduce import DimReduce, row_block
 from mpkit.step import WithLossCell
 
 SHAPES = [(7, 5), (1, 9), (1,), (2, 3, 4), (), (3,)]
-TIMEOUT = 3.0
 
 
 def deltas_of(rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -62,51 +60,6 @@ def train(rank: int, world: int) -> list[Tensor]:
     return [p.detach() for p in params]
 
 
-def refused(rank: int, world: int) -> str:
-    """A world or parameters that do not fit."""
-    try:
-        params = weights()[: 2 + rank] if world == 2 else weights()
-        AdaSum(rank, 1, world, params)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def dead_peer(rank: int, world: int) -> str:
-    """The last rank ends before the merge."""
-    return _without_last(rank, world, lambda: os._exit(0))
-
-
-def silent_peer(rank: int, world: int) -> str:
-    """The last rank lives on, until the first has given up, but never answers."""
-
-    def stay_silent() -> None:
-        end = time.monotonic() + 10 * TIMEOUT
-        while not Path("0.pt").exists() and time.monotonic() < end:
-            time.sleep(0.1)
-
-    return _without_last(rank, world, stay_silent)
-
-
-def _without_last(rank: int, world: int, vanish: Any) -> str:
-    """What the first merge reports in a group that waits for `TIMEOUT`."""
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
-    merger = AdaSum(rank, 1, world, weights(), process_group=group)
-    if rank == world - 1:
-        vanish()
-        return "vanished"
-    return _failing(merger, rank)
-
-
-def _failing(merger: AdaSum, rank: int) -> str:
-    start = time.monotonic()
-    try:
-        merger(deltas_of(rank), weights(), weights())
-    except RuntimeError as error:
-        return f"{time.monotonic() - start:.1f} {str(error).splitlines()[0]}"
-    return "0 merged"
-
-
 def reduce_dimensions(rank: int, world: int) -> list[Tensor]:
     """Six steps, each rank with its part of the batch and its rows of five components."""
     return _descend(rank, world, slice(rank * 12 // world, (rank + 1) * 12 // world))
@@ -133,7 +86,7 @@ def _descend(rank: int, world: int, rows: slice) -> list[Tensor]:
     return [*(p.detach() for p in params), reduce.inverse_hessian]
 
 
-SCENARIOS = {f.__name__: f for f in (merge, train, refused, dead_peer, silent_peer, reduce_dimensions)}
+SCENARIOS = {f.__name__: f for f in (merge, train, reduce_dimensions)}
 
 
 def rank_main(rank: int, scenario: str, world: int, folder: Path) -> None:
@@ -192,32 +145,6 @@ def test_a_step_in_processes_equals_the_step_worked_out_in_one(run: tuple[int, l
     for seen in ranks:
         for got, w, m in zip(seen, weights(), merged):
             torch.testing.assert_close(got, w - m, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_three_processes_are_refused_everywhere(tmp_path: Path) -> None:
-    texts = [seen["refused"] for seen in launch("refused", 3, tmp_path)]
-    assert len(texts) == 3
-    assert all("1, 2, 4, 8, ... workers, got 3" in text for text in texts)
-
-
-@pytest.mark.slow
-def test_ranks_with_different_parameters_are_told(tmp_path: Path) -> None:
-    first, second = (seen["refused"] for seen in launch("refused", 2, tmp_path))
-    assert "those of rank 0 differ from those of ranks [1]" in first
-    assert "those of rank 1 differ from those of ranks [0]" in second
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "world"), [("dead_peer", 2), ("dead_peer", 4), ("silent_peer", 2)])
-def test_a_missing_peer_ends_in_an_error_within_the_timeout(scenario: str, world: int, tmp_path: Path) -> None:
-    left = launch(scenario, world, tmp_path)[: world - 1]
-    assert len(left) == world - 1
-    for seen in left:
-        for line in seen[scenario].splitlines():
-            seconds, message = line.split(" ", 1)
-            assert "got no answer from rank" in message
-            assert float(seconds) < 2 * TIMEOUT + 2  # a peer of the missing peer may wait twice
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim import Optimizer
 
 from mpkit.arguments import Count, Index, check_kind, check_number, checked
@@ -119,7 +120,8 @@ class DimReduce(nn.Module):
         for name, length in (("last_projection", n_components), ("last_move", n_components), ("momentum", size)):
             self.register_buffer(name, like.new_zeros(length))
         self.search: LineSearch | None = None
-        self._trial = _Trial(network)
+        self._random, self._trying = random_state(), False
+        network.register_forward_pre_hook(self._real)
 
     @torch.no_grad()
     def forward(
@@ -163,21 +165,30 @@ class DimReduce(nn.Module):
 
     def _searched(self, loss: Tensor, slope: Tensor, move: Tensor, inputs: tuple[Any, ...]) -> tuple[float, tuple]:
         """The first of 1, rho whose loss is low enough (0 for none), and the losses tried."""
-        before, parts = [w.detach().clone() for w in self.weights], self._split(move)
         loss, losses = self._mean(loss), []
+        for rho in (1.0, self.rho):
+            trial = self._mean(self._tried(rho * move, inputs))
+            losses.append(trial.item())
+            if bool(trial < loss + self.sigma * rho * slope):
+                return rho, tuple(losses)
+        return 0.0, tuple(losses)
+
+    def _tried(self, move: Tensor, inputs: tuple[Any, ...]) -> Tensor:
+        """The loss at moved weights, with the dropout of the last real pass; weights and buffers stay as they are."""
+        network, kept = self._parts[0], random_state()
+        moved = {id(w): (w + part).to(w.dtype) for w, part in zip(self.weights, self._split(move))}
+        parts = {name: moved[id(p)] for name, p in network.named_parameters() if id(p) in moved}
+        self._trying = True
+        set_random_state(self._random)
         try:
-            for rho in (1.0, self.rho):
-                for w, old, part in zip(self.weights, before, parts):
-                    w.copy_(old + rho * part)
-                with self._trial:
-                    trial = self._mean(self._parts[0](*inputs))
-                losses.append(trial.item())
-                if bool(trial < loss + self.sigma * rho * slope):
-                    return rho, tuple(losses)
-            return 0.0, tuple(losses)
+            return functional_call(network, parts | {n: b.clone() for n, b in network.named_buffers()}, inputs)
         finally:
-            for w, old in zip(self.weights, before):
-                w.copy_(old)
+            set_random_state(kept)
+            self._trying = False
+
+    def _real(self, module: nn.Module, inputs: object) -> None:
+        if not self._trying:
+            self._random = random_state()
 
     def _step(self, move: Tensor) -> None:
         """Give the negative move to the SGD with rate 1; the true gradients are put back."""
@@ -238,29 +249,6 @@ class DimReduceUpdate(Wrapped):
             raise RuntimeError("DimReduce measures losses on the batch of a step: run it through a train cell")
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.dim_reduce.weights]
         self.dim_reduce(ctx.loss, grads, None, None, *ctx.inputs)
-
-
-class _Trial:
-    """Forward passes that repeat the dropout of the last real one, and leave buffers and random state as they were."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network, self.state = network, random_state()
-        self.before: Any = None
-        network.register_forward_pre_hook(self._real)
-
-    def _real(self, module: nn.Module, inputs: object) -> None:
-        if self.before is None:
-            self.state = random_state()
-
-    def __enter__(self) -> None:
-        self.before = random_state(), [(buffer, buffer.clone()) for buffer in self.network.buffers()]
-        set_random_state(self.state)
-
-    def __exit__(self, *error: object) -> None:
-        (state, buffers), self.before = self.before, None
-        set_random_state(state)
-        for buffer, value in buffers:
-            buffer.copy_(value)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ from mpkit.step.update import Update
 
 OPTIONS = frozenset({"lr", "weight_decay", "momentum", "betas"})
 """Options of a group that schedulers and callbacks change."""
-PLACES = 8
-"""torch.compile gives up after eight graphs of one function: a strategy of so many places is read outside of them."""
+COUNTS = ("step_index", "steps")
 
 
 class FreezeOpt(Wrapper):
@@ -45,8 +45,7 @@ class FreezeOpt(Wrapper):
                                  rate follows the global step. True reproduces MindSpore: a copy of `opt` per group
                                  with moments and step counter of its own; memory grows with the number of groups and
                                  schedules run late. Empty user groups are dropped.
-    Compile:  `torch.compile(opt.step)` makes a graph for each group, however long the strategy. One of eight places or
-              more breaks the graph where the group is chosen, so torch refuses `fullgraph=True` for it.
+    Compile:  `torch.compile(opt.step)` makes a graph for each group, and breaks where the group is chosen.
     Raises:  TypeError if `opt` is no optimizer or its step needs a closure (LBFGS), the groups are no lists or the
              strategy is of another kind; ValueError for a strategy without groups, an element that is no int or not an
              index of a group, or a tensor that is not 1-D int32.
@@ -70,8 +69,8 @@ class FreezeOpt(Wrapper):
             raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
         self.groups = _checked_groups(train_parameter_groups, opt)
         self.strategy = _checked_strategy(train_strategy, len(self.groups))
-        # a dict, because torch.compile drops what a compiled step writes to attributes of an optimizer
-        self._counts = {"step_index": 0, "steps": 0}
+        self.step_index = 0  # the place in the strategy, or the index itself where there is none
+        self.steps = 0  # calls of `step`
         self._held = parameters_of(opt)  # what is added later is in no group, and trained on every step
         self.optimizers = self._copies(isinstance(train_strategy, Tensor)) if faithful else [opt]
 
@@ -84,32 +83,7 @@ class FreezeOpt(Wrapper):
         for opt in self.optimizers:
             centralize_where_marked(inner(opt))
 
-    def __repr__(self) -> str:
-        return f"FreezeOpt({len(self.groups)} groups, step {self.step_index}, {type(self.optimizer).__name__})"
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer that was wrapped (and to its copies); it is trained on every step."""
-        if "params" in param_group:
-            params = param_group["params"]
-            param_group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
-        for opt in dict.fromkeys((self.optimizer, *self.optimizers)):
-            opt.add_param_group(dict(param_group))
-
     # freezing
-
-    @property
-    def step_index(self) -> int:
-        """The place in the strategy, or the index itself where there is none."""
-        return self._counts["step_index"]
-
-    @step_index.setter
-    def step_index(self, place: int) -> None:
-        self._counts["step_index"] = place
-
-    @property
-    def steps(self) -> int:
-        """Calls of `step`."""
-        return self._counts["steps"]
 
     @property
     def index(self) -> int:
@@ -156,24 +130,16 @@ class FreezeOpt(Wrapper):
         """What the closure of a step returns; what stands still needs no gradient there."""
         if closure is None:
             return None
-        with self.frozen(self._index()):
+        with self.frozen():
             return super().evaluated(closure)
 
+    # what torch.compile reads it compiles for, and the place in a strategy would be a graph for each place
+    @partial(torch.compiler.disable, recursive=False)
     def apply(self) -> None:
         """Update the parameters of this step's group and go on to the next index; others keep weight and state."""
-        self.step_group(self._index())
-        self._count() if len(self.strategy) < PLACES else self._count_apart()
-
-    def _index(self) -> int:
-        return self.index if len(self.strategy) < PLACES else self._coming()
-
-    def _count(self) -> None:
+        self.step_group(self.index)
         self.advance()
-        self._counts["steps"] += 1
-
-    # what torch.compile reads it compiles for: the place in a long strategy would be a graph for each place
-    _coming = torch.compiler.disable(lambda self: self.index)
-    _count_apart = torch.compiler.disable(_count)
+        self.steps += 1
 
     @torch.no_grad()
     def step_group(self, index: int) -> None:
@@ -195,15 +161,16 @@ class FreezeOpt(Wrapper):
         for opt in self.optimizers:
             self._hand_on(opt)
         states = [opt.state_dict() for opt in self.optimizers]
-        return {**self._counts, "strategy": list(self.strategy), "optimizers": states}
+        place = {name: getattr(self, name) for name in COUNTS}
+        return {**place, "strategy": list(self.strategy), "optimizers": states}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise TypeError or ValueError for a state that does not fit the groups and `faithful`."""
-        check_alike("the state of a FreezeOpt", state, {**self._counts, "strategy": None, "optimizers": None})
+        check_alike("the state of a FreezeOpt", state, dict.fromkeys((*COUNTS, "strategy", "optimizers")))
         check_alike("optimizers", state["optimizers"], [None] * len(self.optimizers))
         check_kind("strategy", state["strategy"], (list, tuple), "a list of group indices")
         places = _checked_strategy(state["strategy"] or None, len(self.groups)) or self.groups
-        counts = [state[name] for name in self._counts]
+        counts = [state[name] for name in COUNTS]
         if not all(map(is_whole, counts)) or not 0 <= state["step_index"] < len(places):
             raise ValueError(f"step_index must be a place of the strategy and steps a number of calls, got {counts}")
         for opt, saved in zip(self.optimizers, state["optimizers"]):
@@ -216,7 +183,7 @@ class FreezeOpt(Wrapper):
             opt.load_state_dict(saved)
             self._hand_on(opt, back=True)
         self.strategy = list(state_dict["strategy"])
-        self._counts = {name: state_dict[name] for name in self._counts}
+        self.step_index, self.steps = (state_dict[name] for name in COUNTS)
 
     # what is faithful to MindSpore: an optimizer for each group
 
