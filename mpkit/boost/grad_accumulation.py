@@ -13,10 +13,11 @@ from mpkit.arguments import Count, check_function, checked
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.step import StepContext
 from mpkit.step.engine import Step
-from mpkit.step.scaling import Unscaled
+from mpkit.step.scaling import unscaled
 from mpkit.step.update import Update
 
 __all__ = ["GradientAccumulation"]
+CPU = torch.device("cpu")
 
 
 class GradientAccumulation(nn.Module):
@@ -53,7 +54,7 @@ class GradientAccumulation(nn.Module):
         need_plain_step(optimizer)
         self.max_accumulation_step, self.optimizer = max_accumulation_step, optimizer
         runs = Calls(optimizer, optimizer.step if update is None else update)
-        self.step = Step([runs], Unscaled(torch.ones(())), parts=max_accumulation_step, apart=True, average=False)
+        self.step = Step([runs], unscaled(1.0, CPU), parts=max_accumulation_step, apart=True, average=False)
 
     @property
     def weights(self) -> list[nn.Parameter]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpkit.model.callbacks import Callback, Checkpoint, RunContext
-from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.randomness import random_state, saves_itself, set_random_state, unseen
 from mpkit.step import StepOutcome, TrainOneStepCell
 
@@ -31,20 +32,25 @@ class TrainingLoop:
         callbacks:  told in order, checkpoints last.
         run:        where the run stands; its counters are kept here.
         first_epoch:  epochs that count as done already.
-    After an epoch's callbacks `after_epoch` is called with its number.
+        evaluate:   called after an epoch's callbacks.
     """
 
     def __init__(
-        self, model: Any, dataset: Iterable[Any], callbacks: Sequence[Callback], run: RunContext, first_epoch: int
+        self,
+        model: Any,
+        dataset: Iterable[Any],
+        callbacks: Sequence[Callback],
+        run: RunContext,
+        first_epoch: int,
+        evaluate: Callable[[], None],
     ) -> None:
         self.cell = model.train_network
         self.dataset = dataset
         self.callbacks = sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
         self.run = run
-        self.inputs = model.arguments
-        self.manager = model.manager
-        self.after_epoch: Callable[[int], None] = lambda number: None
-        self.stop = threading.Event()
+        self.model = model
+        self.evaluate = evaluate
+        self.stop, self.interrupted = threading.Event(), False
         self.epochs_done, self.step_in_epoch = first_epoch, 0
         self.skipped_in_a_row = 0
         self._flags: list[Tensor] = []
@@ -60,28 +66,42 @@ class TrainingLoop:
     def go(self, resumed: dict[str, Any] | None) -> None:
         """Run the epochs that are left, from the beginning of one or from where `resumed` says."""
         skip = 0 if resumed is None else resumed["step_in_epoch"]
-        with InterruptBetweenSteps() as guard:
+        with self._ctrl_c_waits():
             try:
                 self.tell("on_train_begin")
                 while self.epochs_done < self.run.epoch_num and not self.stopped:
-                    self._epoch(guard, skip, resumed)
+                    self._epoch(skip, resumed)
                     skip, resumed = 0, None
-            except BaseException as error:
-                # Ctrl-C between two steps leaves everything consistent; after an error the last checkpoint is better.
-                self.run.failed = not (isinstance(error, KeyboardInterrupt) and guard.between_steps)
+            except BaseException:
+                self.run.failed = True  # the last checkpoint is better
                 raise
             finally:
                 self.tell("on_train_end")
+        if self.interrupted:
+            raise KeyboardInterrupt
 
-    @property
-    def pending(self) -> int:
-        """Micro-batches that no update has used: a run stops, and is saved, between two updates."""
-        return getattr(self.cell, "pending", 0)
+    @contextmanager
+    def _ctrl_c_waits(self) -> Iterator[None]:
+        """Ctrl-C ends the run where `stopped` says, a second one at once. Only the main thread receives signals."""
+
+        def first(number: int, frame: object) -> None:
+            signal.signal(signal.SIGINT, before)
+            self.interrupted = True
+            self.stop.set()
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, first) or signal.default_int_handler
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     @property
     def stopped(self) -> bool:
-        """Whether the run is to end here."""
-        return self.stop.is_set() and not self.pending
+        """Whether the run is to end here: between two updates, so that weights, optimizer and scale belong together."""
+        return self.stop.is_set() and not self.model.pending
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint needs to go on in the middle of an epoch with the same batches and random numbers."""
@@ -111,7 +131,7 @@ class TrainingLoop:
         for callback, (_, state) in zip(self._stateful(), saved):
             callback.load_state_dict(state)
 
-    def _epoch(self, guard: InterruptBetweenSteps, skip: int, resumed: dict[str, Any] | None) -> None:
+    def _epoch(self, skip: int, resumed: dict[str, Any] | None) -> None:
         run = self.run
         run.cur_epoch_num, run.cur_step_in_epoch = self.epochs_done + 1, skip
         self.step_in_epoch = skip
@@ -121,12 +141,11 @@ class TrainingLoop:
         if not skip:
             self.tell("on_train_epoch_begin")
         for batch in self._batches(skip, resumed):
-            with guard.step(lambda: self.pending):
-                run.net_outputs = self.cell(*self.inputs(batch))
-                self.step_in_epoch += 1
-                run.cur_step_in_epoch, run.cur_step_num = self.step_in_epoch, run.cur_step_num + 1
-                self._note(run.net_outputs)
-                self.tell("on_train_step_end")
+            run.net_outputs = self.cell(*self.model.arguments(batch))
+            self.step_in_epoch += 1
+            run.cur_step_in_epoch, run.cur_step_num = self.step_in_epoch, run.cur_step_num + 1
+            self._note(run.net_outputs)
+            self.tell("on_train_step_end")
             if self.stopped:
                 return
         if self.step_in_epoch == 0:
@@ -139,7 +158,7 @@ class TrainingLoop:
         # whatever is saved from now on goes on with the next epoch
         self.epochs_done, self.step_in_epoch = run.cur_epoch_num, 0
         self.tell("on_train_epoch_end")
-        self.after_epoch(run.cur_epoch_num)
+        self.evaluate()
         run.cur_step_in_epoch = 0
 
     def _batches(self, skip: int, resumed: dict[str, Any] | None) -> Iterable[Any]:
@@ -170,10 +189,10 @@ class TrainingLoop:
         flags, self._flags = self._flags, []
         for overflow in torch.stack(flags).tolist() if flags else []:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if overflow else 0
-            if self.manager is not None:
-                self.manager.update_loss_scale(overflow)
+            if self.model.manager is not None:
+                self.model.manager.update_loss_scale(overflow)
         if flags and isinstance(self.cell, TrainOneStepCell):
-            self.cell.step.scaling.check()  # raises here what the policy could not raise on the device
+            self.cell.step.scaling.scale.check()  # raises here what the policy could not raise on the device
 
     def _check_health(self) -> None:
         """Why the last steps were skipped, where it is not the search of a scale: the weights, the scale, the data."""

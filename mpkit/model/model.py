@@ -113,11 +113,11 @@ class Model:
             initial_epoch:  epochs that count as done already (0 <= initial_epoch < epoch).
         Raises:  TypeError, ValueError for arguments and batches; RuntimeError when weights have become inf or NaN.
                  RuntimeWarning at the end of an epoch whose last 20 steps were all skipped at the scale's floor.
-        Ctrl-C ends the run after the step that is running, with KeyboardInterrupt; `request_stop` ends it silently.
-        Either way weights, optimizer and scale belong to the same step, and an accumulation is finished first. After
-        `load`, the run goes on where it was saved; see there.
+        Ctrl-C ends the run after the step that is running, with KeyboardInterrupt, a second one at once; `request_stop`
+        ends it silently. Weights, optimizer and scale belong to the same step then, and an accumulation is finished
+        first. After `load`, the run goes on where it was saved; see there.
         """
-        self._train(epoch, train_dataset, callbacks, initial_epoch)
+        self.fit(epoch, train_dataset, callbacks=callbacks, initial_epoch=initial_epoch)
 
     def fit(
         self,
@@ -132,17 +132,53 @@ class Model:
         initial_epoch: int = 0,
     ) -> None:
         """As `train`, with an evaluation after every `valid_frequency`-th epoch, or after the epochs listed there."""
-        _epochs(epoch, initial_epoch)
-        if not isinstance(valid_frequency, list | tuple | set | range):
-            valid_frequency = check_count("valid_frequency", valid_frequency)
-        if valid_dataset is not None and not self._metrics:
-            raise ValueError("an evaluation needs something to measure: Model(..., metrics={'accuracy'})")
+        if check_count("epoch", epoch) <= check_count("initial_epoch", initial_epoch, low=0):
+            left = f"got {initial_epoch} and {epoch}: there is nothing left to train"
+            raise ValueError(f"need initial_epoch < epoch, {left}")
         due: Container[int] = frozenset()
+        if not isinstance(valid_frequency, list | tuple | set | range):
+            due = range(0, epoch + 1, check_count("valid_frequency", valid_frequency))
+        elif valid_dataset is not None:
+            due = frozenset(check_count("each of valid_frequency", each) for each in valid_frequency)
         if valid_dataset is not None:
-            every = range(0, epoch + 1, valid_frequency) if isinstance(valid_frequency, int) else valid_frequency
-            ranged = isinstance(every, range)
-            due = every if ranged else frozenset(check_count("each of valid_frequency", each) for each in every)
-        self._train(epoch, train_dataset, callbacks, initial_epoch, due, valid_dataset)
+            self._need_metrics()
+        if self.optimizer is None and not hasattr(self.train_network, "optimizer"):
+            raise ValueError("training needs an optimizer: Model(network, loss_fn, optimizer), or a train cell")
+        callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+        for callback in callbacks:
+            check_kind("each of callbacks", callback, Callback, "a Callback (derive a class from it)")
+        check_kind("train_dataset", train_dataset, Iterable, "what gives batches, as a list or a DataLoader")
+        length = None
+        with suppress(TypeError, NotImplementedError):  # samplers say it by either that they do not know
+            length = len(train_dataset)  # type: ignore[arg-type]
+        run = RunContext(self, epoch, length)
+
+        def evaluate() -> None:
+            if valid_dataset is not None and run.cur_epoch_num in due:
+                run.metrics = self._measured(valid_dataset)
+                loop.tell("on_eval_end")
+
+        loop = TrainingLoop(self, train_dataset, callbacks, run, initial_epoch, evaluate)
+        self._go(loop)
+
+    def _go(self, loop: TrainingLoop) -> None:
+        """Run from the beginning, or from where `load` put the model."""
+        if self._resumed is not None:
+            loop.restore(self._resumed)
+        self._loop, resumed, self._resumed = loop, self._resumed, None
+        self._running = True
+        try:
+            loop.go(resumed)
+        except BaseException:
+            if resumed is not None and loop.run.cur_step_num == resumed["step"]:
+                self._resumed = resumed  # not one step was done: the next call still goes on from the checkpoint
+            raise
+        finally:
+            self._running = False
+
+    def _need_metrics(self) -> None:
+        if not self._metrics:
+            raise ValueError("an evaluation needs something to measure: Model(..., metrics={'accuracy'})")
 
     def eval(
         self, valid_dataset: Iterable[Any], callbacks: object = None, dataset_sink_mode: bool = False
@@ -157,8 +193,7 @@ class Model:
             return self._measured(valid_dataset)
 
     def _measured(self, valid_dataset: Iterable[Any]) -> dict[str, float]:
-        if not self._metrics:
-            raise ValueError("an evaluation needs something to measure: Model(..., metrics={'accuracy'})")
+        self._need_metrics()
         network = self.network if self._eval_network is None else self._eval_network
         network.eval()
         for metric in self._metrics.values():
@@ -251,44 +286,6 @@ class Model:
         self.train_network.load_state_dict(state["train_network"])
         self._resumed = map_tensors(Tensor.cpu, state["progress"])  # random states live on the host
 
-    def _train(
-        self,
-        epoch: int,
-        dataset: Iterable[Any],
-        callbacks: Callback | Sequence[Callback] | None,
-        initial_epoch: int,
-        due: Container[int] = (),
-        valid_dataset: Iterable[Any] | None = None,
-    ) -> None:
-        _epochs(epoch, initial_epoch)
-        if self.optimizer is None and not hasattr(self.train_network, "optimizer"):
-            raise ValueError("training needs an optimizer: Model(network, loss_fn, optimizer), or a train cell")
-        callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
-        for callback in callbacks:
-            check_kind("each of callbacks", callback, Callback, "a Callback (derive a class from it)")
-        check_kind("train_dataset", dataset, Iterable, "what gives batches, as a list or a DataLoader")
-        length = None
-        with suppress(TypeError, NotImplementedError):  # samplers say it by either that they do not know
-            length = len(dataset)  # type: ignore[arg-type]
-        loop = TrainingLoop(self, dataset, callbacks, RunContext(self, epoch, length), initial_epoch)
-        loop.after_epoch = lambda number: self._evaluate(loop, valid_dataset if number in due else None)
-        self._go(loop)
-
-    def _go(self, loop: TrainingLoop) -> None:
-        """Run from the beginning, or from where `load` put the model."""
-        if self._resumed is not None:
-            loop.restore(self._resumed)
-        self._loop, resumed, self._resumed = loop, self._resumed, None
-        self._running = True
-        try:
-            loop.go(resumed)
-        except BaseException:
-            if resumed is not None and loop.run.cur_step_num == resumed["step"]:
-                self._resumed = resumed  # not one step was done: the next call still goes on from the checkpoint
-            raise
-        finally:
-            self._running = False
-
     @contextmanager
     def _modes_kept(self) -> Iterator[None]:
         """In the middle of a run the modes of all modules come back; else the network stays in evaluation mode."""
@@ -299,11 +296,6 @@ class Model:
         finally:
             for part, mode in before:
                 part.training = mode
-
-    def _evaluate(self, loop: TrainingLoop, dataset: Iterable[Any] | None) -> None:
-        if dataset is not None:
-            loop.run.metrics = self._measured(dataset)
-            loop.tell("on_eval_end")
 
     def _evaluated(self, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         if self._eval_network is not None:
@@ -337,8 +329,3 @@ class Model:
     def _to_device(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         device = device_of(self.network.parameters())
         return map_tensors(lambda x: x.to(device, non_blocking=True), values)
-
-
-def _epochs(epoch: object, initial_epoch: object) -> None:
-    if check_count("epoch", epoch) <= check_count("initial_epoch", initial_epoch, low=0):
-        raise ValueError(f"need initial_epoch < epoch, got {initial_epoch} and {epoch}: there is nothing left to train")

@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from mpkit.arguments import Count, check_alike, check_count, check_function, check_kind, checked
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.scalers import LossScaler, Scale
-from mpkit.scalers.scaler import scale_tensor
 from mpkit.step.engine import Step, uncompiled
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.phases import check_norm, checked_loss, device_of
-from mpkit.step.scaling import Scaling, Unscaled, scaling_of
+from mpkit.step.scaling import Scaling, scaling_of, unscaled
 from mpkit.step.update import Update
 
 MakeUpdate = Callable[[nn.Module, Optimizer], Update]
@@ -110,7 +109,7 @@ class TrainOneStepCell(nn.Module):
         update: MakeUpdate = plain_update,
     ) -> None:
         check_clipped(clip_norm, sens)
-        scaling = Unscaled(scale_tensor(1.0 if sens is None else sens, device_of(network.parameters()), "sens"))
+        scaling = unscaled(1.0 if sens is None else sens, device_of(network.parameters()))
         options = {"parts": accumulation_steps, "apart": apart, "hooks": hooks, "clip_norm": clip_norm}
         self._set_up(network, optimizer, scaling, update, **options)
         self.return_grad = return_grad
@@ -211,7 +210,7 @@ class TrainOneStepCell(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """The scale goes where the network goes, and stays float32 when that is cast, or a large one became inf."""
         super()._apply(fn, recurse)
-        self.step.scaling.to_(fn(self.sens).device)
+        self.step.scaling.scale.to_(fn(self.sens).device)
         return self
 
 
@@ -246,7 +245,8 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         update: MakeUpdate = plain_update,
     ) -> None:
         scaling = scaling_of(scale_sense, device_of(network.parameters()))
-        scaling.covers(parameters_of(optimizer))
+        if scaling.groups is not None:
+            scaling.groups.covers(parameters_of(optimizer))
         rule = scale_sense if isinstance(scale_sense, LossScaler | Scale) else None
         options = {"parts": accumulation_steps, "apart": apart, "hooks": hooks, "clip_norm": clip_norm, "rule": rule}
         self._set_up(network, optimizer, scaling, update, **options)

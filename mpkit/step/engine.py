@@ -69,7 +69,7 @@ class Step:
         # Parameters that no optimizer updates receive gradients too, and would go on summing them.
         known = {id(p) for p in self.parameters()}
         self.others = [] if network is None else [p for p in network.parameters() if id(p) not in known]
-        self.pending, self.applied = 0, 0  # backward passes that no update has used; updates that have run
+        self.pending = 0  # backward passes that no update has used
         self.found: list[Any] = []
         self.held: dict[int, Tensor] = {}  # position of a parameter -> its sum, where it stands apart
         self.alone = False  # whether the sums are averaged here, though there is a replica
@@ -219,17 +219,16 @@ class Step:
         return first
 
     def apply(self, ctx: StepContext | None = None) -> None:
-        """The second half: run the updates that have not run, or skip."""
+        """The second half: run the updates, or skip."""
         anywhere = self.anywhere()
-        for update, found in list(zip(self.updates, self.found))[self.applied :]:
+        for update, found in zip(self.updates, self.found):
             if len(self.updates) == 1 or gradients_of(parameters_of(update.optimizer)):
                 update.apply(ctx, anywhere if self.skip == "all" else found)
-            self.applied += 1
 
     def drop(self) -> None:
         """Give the running step up; the next `backward` begins a new one."""
         narrow_(self.parameters() if self.pending and self.sums else ())
-        self.pending, self.applied, self.found, self.held = 0, 0, [], {}
+        self.pending, self.found, self.held = 0, [], {}
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, rule, optimizers and hooks as they stand between two updates."""
@@ -283,7 +282,7 @@ class Step:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins a step of its own: it has other parameters, and torch leaves gradients behind."""
-        return {**vars(self), "pending": 0, "applied": 0, "found": [], "held": {}}
+        return {**vars(self), "pending": 0, "found": [], "held": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -129,16 +129,17 @@ class ScaledStep(Step):
     def update(self) -> Tensor:
         """Update or skip, then adjust the scale; unscales first if that was not done. Returns the overflow flag.
 
-        When an optimizer raises, the step stays open: `update()` again goes on with that optimizer, those before it are
-        not run twice, and `drop()` gives the step up.
+        Where an optimizer raises, the step is given up; those before it have moved.
         """
         if not self.found:
             self.unscale_()
         anywhere = self.anywhere()
         overflow = anywhere.bool()
-        self.apply()
-        self.scaling.advance_(anywhere)
-        self.drop()
+        try:
+            self.apply()
+            self.scaling.advance_(anywhere)
+        finally:
+            self.drop()
         return overflow
 
     def state_dict(self) -> dict[str, Any]:

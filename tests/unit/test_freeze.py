@@ -232,26 +232,6 @@ def test_a_group_that_is_added_is_trained_on_every_step_and_what_was_left_out_is
     assert [p.item() for p in (first, left_out, added)] == [-1.0, 0.0, -1.0]
 
 
-def test_a_rate_that_somebody_sets_reaches_the_copies_of_a_freezing_optimizer():
-    def made() -> FreezeOpt:
-        first, last = weights(0.0, 0.0)
-        optimizer = torch.optim.SGD([{"params": [first]}, {"params": [last], "lr": 0.5}], 1.0)
-        return FreezeOpt(optimizer, [[first, last], [last]], [0, 1], faithful=True)
-
-    freezing, other = made(), made()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(freezing, lambda step: 0.5**step)
-    for want in ([-1.0, -0.5], [-1.0, -0.75], [-1.25, -0.875]):
-        pulled(freezing.parameters)
-        freezing.step()
-        scheduler.step()
-        assert [p.item() for p in freezing.parameters] == want
-    other.load_state_dict(freezing.state_dict())
-    assert [group["lr"] for group in other.param_groups] == [0.125, 0.0625]
-    pulled(other.parameters)
-    other.step()
-    assert [p.item() for p in other.parameters] == [0.0, -0.0625]
-
-
 # --- copies, sparse gradients, precision
 
 

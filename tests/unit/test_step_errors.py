@@ -84,18 +84,15 @@ def two_optimizers():
     return a, b, ScaledStep([torch.optim.SGD([a], 0.5), Breaks([b], 0.5)], torch.tensor(4.0))
 
 
-def test_a_step_by_hand_goes_on_where_an_optimizer_failed():
+def test_a_step_by_hand_is_given_up_where_an_optimizer_fails():
     a, b, step = two_optimizers()
     step.backward((a + b).sum())
     with pytest.raises(RuntimeError, match="no disk"):
         step.update()
-    assert (a.item(), b.item()) == (0.5, 1.0)
     step.optimizers[1].broken = False
+    step.backward((a + b).sum())  # the next step is a whole one
     step.update()
-    assert (a.item(), b.item()) == (0.5, 0.5)
-    step.backward((a + b).sum())  # and the next step is a whole one
-    step.update()
-    assert (a.item(), b.item()) == (0.0, 0.0)
+    assert (a.item(), b.item()) == (0.0, 0.5)
 
 
 # --- a failed set-up leaves no trace

@@ -24,8 +24,6 @@ from mpkit.step import Hook
 from mpkit.step.phases import skips_on_device
 from mpkit.step.update import Update
 
-OPTIONS = frozenset({"lr", "weight_decay", "momentum", "betas"})
-"""Options of a group that schedulers and callbacks change."""
 COUNTS = ("step_index", "steps")
 
 
@@ -43,8 +41,9 @@ class FreezeOpt(Wrapper):
         train_strategy:          indices as list, tuple or 1-D int32 tensor; None: round robin.
         faithful:                False: `opt` itself does every step, so a weight has one momentum and the learning
                                  rate follows the global step. True reproduces MindSpore: a copy of `opt` per group
-                                 with moments and step counter of its own; memory grows with the number of groups and
-                                 schedules run late. Empty user groups are dropped.
+                                 with moments and step counter of its own; memory grows with the number of groups,
+                                 schedules run late, and what is set in a group of `opt` later reaches no copy. Empty
+                                 user groups are dropped.
     Compile:  `torch.compile(opt.step)` makes a graph for each group, and breaks where the group is chosen.
     Raises:  TypeError if `opt` is no optimizer or its step needs a closure (LBFGS), the groups are no lists or the
              strategy is of another kind; ValueError for a strategy without groups, an element that is no int or not an
@@ -147,7 +146,6 @@ class FreezeOpt(Wrapper):
         for p in self.still(index):
             p.grad = None
         opt = self.optimizers[index % len(self.optimizers)]
-        self._hand_on(opt)
         self.inside(opt)
 
     def advance(self) -> None:
@@ -158,8 +156,6 @@ class FreezeOpt(Wrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Place in the strategy, steps done, the strategy itself and the state of every optimizer."""
-        for opt in self.optimizers:
-            self._hand_on(opt)
         states = [opt.state_dict() for opt in self.optimizers]
         place = {name: getattr(self, name) for name in COUNTS}
         return {**place, "strategy": list(self.strategy), "optimizers": states}
@@ -181,7 +177,6 @@ class FreezeOpt(Wrapper):
         self.check_state(state_dict)
         for opt, saved in zip(self.optimizers, state_dict["optimizers"]):
             opt.load_state_dict(saved)
-            self._hand_on(opt, back=True)
         self.strategy = list(state_dict["strategy"])
         self.step_index, self.steps = (state_dict[name] for name in COUNTS)
 
@@ -207,17 +202,6 @@ class FreezeOpt(Wrapper):
         """
         own = tuple(rate for rate, index in zip(rates, self.strategy) if index == group)
         return own if own and len(rates) <= len(self.strategy) else rates
-
-    def _hand_on(self, opt: Optimizer, *, back: bool = False) -> None:
-        """Give a copy the options that somebody has set in the groups of the original; `back`: the other way round."""
-        if opt is self.optimizer:
-            return
-        for group in opt.param_groups:
-            here = {id(p) for p in group["params"]}
-            source = next(g for g in self.param_groups if any(id(p) in here for p in g["params"]))
-            have, get = (group, source) if back else (source, group)
-            # a schedule, or a function, belongs to the copy, which may have its own part of it
-            get.update({key: have[key] for key in OPTIONS & have.keys() if not callable(source[key])})
 
 
 def _copy_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
