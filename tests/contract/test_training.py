@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from mpkit.boost import AutoBoost, BoostTrainOneStepCell
 from mpkit.casting import auto_mixed_precision
 from mpkit.model import Callback, Checkpoint, Model
 from mpkit.optimizers import Adam, Momentum
@@ -269,6 +270,27 @@ def at_level(rank: int, level: str, fully: bool) -> list[Tensor]:
     return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
 
 
+class Gaps(nn.Module):
+    """Weights that both processes use, that rank 0 uses, that rank 1 uses, and that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(2) for _ in range(4))
+
+    def forward(self, rank: int) -> Tensor:
+        return self.weights[0].sum() + self.weights[1 + rank].sum()
+
+
+def with_gaps(rank: int, merged: bool) -> list[float]:
+    """The weights after a step of processes that lack different gradients, averaged or merged by AdaSum."""
+    flags = {"mode": "manual", "adasum": merged}
+    boost = AutoBoost("O0", {"boost": flags, "common": {"device_number": 1}})
+    net = Gaps()
+    made = Momentum(net.parameters(), 0.25, 0.0, weight_decay=0.0 if merged else 0.5)
+    BoostTrainOneStepCell(net, made, boost=boost)(rank)
+    return [p[0].item() for p in net.parameters()]
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
@@ -280,6 +302,7 @@ def worker(rank: int, folder: str) -> None:
         results[name] = way(net, rank), [p.detach() for p in net.parameters()]
     for level in LEVELS:
         results[level] = at_level(rank, level, False), at_level(rank, level, True)
+    results["gaps"] = [with_gaps(rank, merged) for merged in (False, True)]
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -313,6 +336,15 @@ def test_two_processes_train_like_one_with_both_batches(ranks, way):
         optimizer.step()
     for got, want in zip(ranks[0][way][1], net.parameters()):
         torch.testing.assert_close(got, want.detach(), rtol=0, atol=2e-6)
+
+
+def test_processes_that_lack_different_gradients_end_with_the_same_weights(ranks):
+    averaged, merged = ranks[0]["gaps"]
+    assert ranks[1]["gaps"] == [averaged, merged]
+    # the mean of 1 and of nothing is half a gradient; what all lack stays missing, and does not decay
+    assert averaged == [1 - 0.25 * (1 + 0.5), *[1 - 0.25 * (0.5 + 0.5)] * 2, 1.0]
+    # AdaSum takes the mean of equal steps, and what one process alone has moved as it is
+    assert merged == pytest.approx([0.75, 0.75, 0.75, 1.0], rel=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)
