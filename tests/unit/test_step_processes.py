@@ -64,17 +64,6 @@ def unscaled(rank):
     return net, []
 
 
-class Branches(nn.Module):
-    """`both` is used by every process, `first` by process 0, `nobody` by none."""
-
-    def __init__(self):
-        super().__init__()
-        self.both, self.first, self.nobody = (nn.Parameter(torch.ones(1)) for _ in range(3))
-
-    def forward(self, first):
-        return (self.both + self.first if first else self.both).sum()
-
-
 def large(rank):
     p = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     p.grad = torch.full_like(p, 40000.0)
@@ -82,13 +71,6 @@ def large(rank):
     summed = [torch.full((2,), 40000.0, dtype=torch.float16)]
     mean_(summed)
     return [p.grad, summed[0]]
-
-
-def unused(rank):
-    net = Branches()
-    cell = TrainOneStepCell(net, optimizers.Momentum(net.parameters(), 0.5, 0.0, weight_decay=0.5))
-    cell(rank == 0)
-    return [p.detach() for p in net.parameters()]
 
 
 class Rows(nn.Module):
@@ -165,7 +147,7 @@ def merged(rank):
 
 
 WAYS = {f.__name__: f for f in (accumulated, unscaled)}
-OTHERS = {f.__name__: f for f in (large, unused, sparse, mixed, joined, merged, sixteen_bits)}
+OTHERS = {f.__name__: f for f in (large, sparse, mixed, joined, merged, sixteen_bits)}
 
 
 def worker(rank, folder):
@@ -176,11 +158,6 @@ def worker(rank, folder):
     for name, way in WAYS.items():
         net, outcomes = way(rank)
         results[name] = [p.detach() for p in net.parameters()], [float(out.scale) for out in outcomes]
-    lonely = network()
-    only_first = lonely.weight[0].sum() + lonely.bias[0]  # no product: the gradients are whole numbers on any machine
-    (only_first if rank == 0 else lonely.bias.sum()).backward()  # rank 1 has no weight gradient
-    average_(lonely.parameters())
-    results["lonely"] = [p.grad for p in lonely.parameters()]
     results |= {name: way(rank) for name, way in OTHERS.items()}
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -213,13 +190,6 @@ def test_two_ranks_train_like_one_process_with_both_batches(results, way):
     assert results[0][way][1] == ([] if way == "unscaled" else SCALES)
 
 
-def test_a_gradient_missing_on_one_rank_counts_as_zero(results):
-    for rank in range(RANKS):
-        weight, bias = results[rank]["lonely"]
-        assert weight.tolist() == [[0.5] * 4, [0.0] * 4]
-        assert bias.tolist() == [1.0, 0.5]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc, which Linux has")
 def test_nothing_of_gloo_lives_on_when_the_group_is_destroyed(results):
     """A thread of gloo that outlives the group can abort the process at its very end, when all is done."""
@@ -232,13 +202,6 @@ def test_nothing_of_gloo_lives_on_when_the_group_is_destroyed(results):
 def test_the_mean_of_large_float16_gradients_does_not_overflow(results):
     for mean in results[0]["large"]:
         assert mean.tolist() == [40000.0, 40000.0]
-
-
-def test_a_parameter_that_no_process_used_does_not_decay(results):
-    both, first, nobody = (p.item() for p in results[0]["unused"])
-    assert both == 1 - 0.5 * (1 + 0.5)
-    assert first == 1 - 0.5 * (0.5 + 0.5)  # used by one of two: its gradient counts half
-    assert nobody == 1.0
 
 
 def test_sparse_gradients_are_averaged_and_stay_sparse(results):
