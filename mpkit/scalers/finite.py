@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpkit.arguments import check_flags, check_kind
 
-_DTYPE = attrgetter("dtype")
 _IN_KERNEL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _NO_GRADIENTS = (
     "there is no gradient to look at: every gradient is missing. Call backward on a loss that depends on the "
     "parameters, and pass their .grad"
@@ -85,8 +83,8 @@ def check_and_unscale_(
     Returns: () float32, 1.0 or 0.0, on the scale's device. It is also 1.0 when the reciprocal is not finite (a scale
              of 0, or too small), which would turn finite gradients into inf or NaN unnoticed. What is tested are the
              gradients before the division: with a scale below 1, one that overflows by the division is not reported.
-    Raises:  TypeError for a scale that is no tensor, and for gradients of integers or of 8-bit formats; ValueError when
-             every gradient is missing. No gradient has been changed then.
+    Raises:  TypeError for a scale that is no tensor, and for gradients that are complex, integers or of 8-bit formats;
+             ValueError when every gradient is missing. No gradient has been changed then.
     Source:  MindSpore amp's unscale for the rounding; the kernel is the one of torch.amp.GradScaler.
     """
     check_kind("grads", grads, (list, tuple), "a list of tensors")
@@ -101,20 +99,16 @@ def check_and_unscale_(
     inverse = (scale.detach() if scale.requires_grad else scale).reciprocal()
     # the reciprocal of a scale of another dtype is a float32 too, as MindSpore has it
     inverse = inverse if inverse.dtype == torch.float32 else inverse.float()
-    dtype = grads[0].dtype if uniform else _one_dtype(grads)  # type: ignore[union-attr]
-    if dtype is not None:
-        found = torch.zeros_like(inverse)
-        try:
-            _divide(grads, found, _cast(inverse, dtype))  # type: ignore[arg-type]
-        except RuntimeError:  # a sparse gradient or a negated view among them: refused before anything was changed
-            found = _by_group(grads, inverse)
-    else:
+    found = torch.zeros_like(inverse)
+    try:  # most often all are dense and alike
+        _divide(grads, found, _cast(inverse, _one_dtype(grads[:1] if uniform else grads)))
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # refused before anything was changed
         found = _by_group(grads, inverse)
     found = found if found.dim() == 0 else found.reshape(())
     return found if found_inf is None else torch.maximum(found_inf, found, out=found_inf)
 
 
-def _divide(grads: list[Tensor], found: Tensor, inverse: Tensor) -> None:
+def _divide(grads: Any, found: Tensor, inverse: Tensor) -> None:
     """Multiply one group of gradients; `found` becomes 1 where one of them, or `inverse`, is not finite.
 
     The kernel that is still in the cache tests the reciprocal too, sooner than operations of its own would, and
@@ -127,26 +121,12 @@ def _divide(grads: list[Tensor], found: Tensor, inverse: Tensor) -> None:
 _accelerated = cache(torch.accelerator.is_available)
 
 
-def _one_dtype(grads: Sequence[Tensor | None]) -> torch.dtype | None:
-    """The dtype of all gradients if they have one, and can only lie on one device; else None."""
-    if not grads or grads[0] is None:
-        return None
-    try:
-        first, dtypes = grads[0].dtype, list(map(_DTYPE, grads))
-    except AttributeError:  # None among them
-        return None
-    if dtypes.count(first) != len(dtypes) or first not in _IN_KERNEL:
-        return None
-    if _accelerated() and len({g.device for g in grads}) > 1:  # type: ignore[union-attr]
-        return None
-    return first
-
-
-def _in_memory(g: Tensor) -> Tensor:
-    """The real numbers that lie in memory behind a gradient: signs and conjugates of views do not matter here."""
-    if g.is_complex():
-        g = torch.view_as_real(g.conj() if g.is_conj() else g)
-    return torch._neg_view(g) if g.is_neg() else g
+def _one_dtype(grads: Any) -> torch.dtype:
+    """The dtype of all gradients; raises where one is missing, or they have several dtypes or devices."""
+    (dtype,) = {g.dtype for g in grads}
+    if _accelerated():
+        (_,) = {g.device for g in grads}
+    return dtype
 
 
 def _cast(inverse: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,16 +140,13 @@ def _by_group(grads: Sequence[Tensor | None], inverse: Tensor) -> Tensor:
         if g is None:
             continue
         check_kind("each of grads", g, Tensor, "a tensor or None")
-        if g.layout in _COMPRESSED:
-            g = g.values()
-        elif g.is_sparse:
+        if g.is_sparse:
             if not g.is_coalesced():  # entries of one index are added later, and the sum may overflow
                 summed.append(g.coalesce().values())
             # only the stored values: the rest are zeros, finite at any scale
             g = g._values()
-        g = _in_memory(g)
         if g.dtype not in _IN_KERNEL:
-            raise TypeError(f"a gradient must be float16, bfloat16, float32, float64 or complex, got {g.dtype}")
+            raise TypeError(f"a gradient must be float16, bfloat16, float32 or float64, got {g.dtype}")
         groups.setdefault((g.device, g.dtype), []).append(g)
     if not groups:
         raise ValueError(_NO_GRADIENTS)

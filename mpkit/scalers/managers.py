@@ -224,21 +224,6 @@ class DynamicLossScaleUpdateCell(nn.Module):
     def forward(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """One step: () or (1,) float32 `loss_scale` is changed in place, the bool tensor `overflow` returned."""
         need_flag("overflow", overflow)
-        self._advance_(loss_scale, overflow.float())
-        return overflow
-
-    def advance_(self, loss_scale: Tensor, found_inf: Tensor) -> None:
-        """One step from the () float32 flag of `check_and_unscale_`, unchecked: what a training step calls.
-
-        Hooks of this module, and a subclass's `forward`, hear of it as of any call.
-        """
-        own = type(self).forward is DynamicLossScaleUpdateCell.forward
-        if own and not (self._forward_hooks or self._forward_pre_hooks):
-            self._advance_(loss_scale, found_inf)
-        else:
-            self(loss_scale, found_inf.bool())
-
-    def _advance_(self, loss_scale: Tensor, found_inf: Tensor) -> None:
         settings = self.scale_factor, self.scale_window
         if self._live is None or settings != self._made:  # not before: the first step tells of a factor out of range
             self._live, self._made = Scale(_cell_policy(1.0, *settings), loss_scale), settings
@@ -246,8 +231,9 @@ class DynamicLossScaleUpdateCell(nn.Module):
             self.to(loss_scale.device)
         # the scale is the caller's, and whoever moved this module has replaced its buffers
         self._live.value, self._live.counts["good"] = loss_scale, self.streak
-        self._live.advance_(found_inf)
+        self._live.advance_(overflow.float())
         self.cur_iter.add_(_ONE)
+        return overflow
 
 
 def _cell_policy(scale: float, factor: float, window: float) -> ScalePolicy:

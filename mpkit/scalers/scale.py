@@ -127,32 +127,20 @@ class Scale:
 
         Raises:  TypeError or ValueError before anything is changed.
         """
-        taken = self.checked_state(state, adopt=adopt)
-        if adopt:
-            self.follow(ScalePolicy(**state["policy"]))
-        for name, tensor in self._parts().items():
-            tensor.copy_(taken[name])
-        self._show()
-
-    def checked_state(self, state: dict[str, Any], *, adopt: bool = False) -> dict[str, Tensor]:
-        """The tensors of a state; TypeError or ValueError unless it can be taken over."""
         check_alike("the state of a scale", state, {"policy": None})
         saved, own = ScalePolicy(**state["policy"]), self.policy
         if saved.name != own.name if adopt else saved != own:
             there = {key: value for key, value in vars(saved).items() if replace(own, **{key: value}) != own}
             raise ValueError(f"this state belongs to another policy; build the scaler with one that has {there}")
-        theirs, rows = state.get("found"), len(self.ring.get("found", ()))
-        if self.ring and isinstance(theirs, Tensor) and theirs.dim() and len(theirs) != rows:
-            raise ValueError(f"this state remembers {len(theirs) - 1} steps, this scaler {rows - 1}")
         check_alike("the state of a scale", state, {**self.state_dict(), "policy": None})
         if adopt and not state["scale"] >= saved.min_scale:
             raise ValueError(f"this state is damaged: a scale of {state['scale']} is below its floor {saved.min_scale}")
-        if state["stopped"] not in tuple(Stop) or not 0 <= state.get("row", 0) < max(rows, 1):
-            raise ValueError(f"this state is damaged: stopped is {state['stopped']}, row {state.get('row')} of {rows}")
-        try:
-            return {name: torch.as_tensor(state[name], dtype=own.dtype) for name, own in self._parts().items()}
-        except (OverflowError, RuntimeError, ValueError) as error:  # a number that the counter cannot hold
-            raise ValueError(f"this state is damaged: {error}") from None
+        taken = {name: torch.as_tensor(state[name], dtype=own.dtype) for name, own in self._parts().items()}
+        if adopt:
+            self.follow(saved)
+        for name, tensor in self._parts().items():
+            tensor.copy_(taken[name])
+        self._show()
 
     def _advance_by_kernel(self, rule: tuple[Any, ...], found_inf: Tensor) -> None:
         value, good, (growth, backoff, interval, floor, cap, room) = self.value, self.counts["good"], rule
@@ -239,23 +227,21 @@ def fused_rule(p: ScalePolicy) -> tuple[float, float, int, float, float, bool] |
     # a division by a power of two rounds nothing; the counter of the kernel has 32 bits
     if p.shape or not p.growth_interval < 2**31 or math.frexp(p.backoff_divisor)[0] != 0.5:
         return None
-    backoff = p.backoff_factor / p.backoff_divisor
-    rising, lowest = backoff <= 1 <= p.growth_factor, min(p.init_scale, p.min_scale)
-    # growth out of range: refused by the kernel, or cut to a cap that it can reach, or inf in the room below
-    free, room = p.max_scale == math.inf, not p.hold_at_overflow
-    roomy = free and rising and p.growth_factor <= 2.0**_ROOM and lowest >= 2.0 ** (_ROOM - 126)
-    reached = free or p.max_scale * p.growth_factor <= FLOAT32_MAX
+    backoff, room = p.backoff_factor / p.backoff_divisor, not p.hold_at_overflow
     # a clamp acts after every step, the policy's bounds after a change of their own direction: the same inside them
-    inside = rising and p.min_scale <= p.init_scale <= p.max_scale
-    bounded = inside or (free and p.min_scale in (0, 1))
+    inside = backoff <= 1 <= p.growth_factor and p.min_scale <= p.init_scale <= p.max_scale
+    # growth out of range: refused by the kernel, or cut to a cap that it can reach, or inf in the room below
+    free = p.max_scale == math.inf
+    roomy = free and p.growth_factor <= 2.0**_ROOM and p.min_scale >= 2.0 ** (_ROOM - 126)
+    reached = free or p.max_scale * p.growth_factor <= FLOAT32_MAX
     # the other fields have to be those of a policy that asks for nothing more
     numbers = ("init_scale", "growth_factor", "backoff_factor", "backoff_divisor", "growth_interval", "min_scale")
     # growth_ge: counted up from 0 the interval is met and never passed, and one below 1 is met at once
     switches = ("max_scale", "name", "hold_at_overflow", "growth_ge", "raise_at_min")
     plain = ScalePolicy(
         **{key: getattr(p, key) for key in (*numbers, *switches)},
-        flush_subnormal=p.flush_subnormal and rising and lowest >= SMALLEST_NORMAL,  # nothing is left to flush
+        flush_subnormal=p.flush_subnormal and p.min_scale >= SMALLEST_NORMAL,  # nothing is left to flush
     )
-    if p != plain or not (reached and bounded and (roomy or not room)):
+    if p != plain or not (inside and reached and (roomy or not room)):
         return None
     return p.growth_factor, backoff, max(p.growth_interval, 1 if p.growth_ge else 0), p.min_scale, p.max_scale, room

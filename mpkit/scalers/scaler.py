@@ -23,7 +23,7 @@ Nest = TypeVar("Nest")
 class LossScaler(ABC):
     """Multiplies losses and divides gradients by `scale_value`, which lives in a 0-d tensor.
 
-    Every scaler has a `policy`, the rule by which it moves; `adjust` and `advance_` are one step of it. The state
+    Every scaler has a `policy`, the rule by which it moves; `adjust` is one step of it. The state
     follows the tensors it is used with: on first use with CUDA tensors it moves to their device.
     """
 
@@ -52,10 +52,6 @@ class LossScaler(ABC):
     @abstractmethod
     def adjust(self, grads_finite: Tensor) -> bool:
         """Adjust the scale after a step whose gradients were all finite, or not; True if the scaler ever adjusts."""
-
-    def advance_(self, found_inf: Tensor) -> None:
-        """`adjust` for the () float32 flag of `check_and_unscale_`, unchecked: what a training step calls."""
-        self.adjust(found_inf == 0)
 
     def check(self) -> None:  # noqa: B027  # a scaler without errors of its own has nothing to add
         """Raise RuntimeError if the rule met one of its errors since the last call; most rules have none."""
@@ -113,20 +109,8 @@ class LiveScaler(Face, LossScaler):
         self.live.advance_(found_inf)
         return bool(self.live.counts)
 
-    def advance_(self, found_inf: Tensor) -> None:
-        """`adjust` for the float32 flag of `check_and_unscale_` (or one per policy), unchecked."""
-        if adjusts_itself(type(self)):
-            self.adjust(found_inf == 0)  # a step must hear it
-        else:
-            self.live.advance_(found_inf)
-
     def _to(self, device: torch.device) -> None:
         self.live.to_(device)
-
-
-def adjusts_itself(kind: type[LiveScaler]) -> bool:
-    """Whether a subclass has a step of its own."""
-    return kind.adjust is not LiveScaler.adjust or kind.advance_ is not LiveScaler.advance_
 
 
 class StaticLossScaler(LiveScaler):
@@ -281,7 +265,7 @@ def scale_of(scale_sense: object, device: torch.device | str) -> Scale:
         copied = scale_tensor(value, device, "scale_sense")
         if isinstance(scale_sense, Scale):
             return scale_sense.to_(device)
-        if isinstance(scale_sense, LiveScaler) and not adjusts_itself(type(scale_sense)):
+        if isinstance(scale_sense, LiveScaler) and type(scale_sense).adjust is LiveScaler.adjust:
             return scale_sense.live.to_(device)
         return FollowingScale(scale_sense, copied)
     if callable(scale_sense) and hasattr(scale_sense, "get_loss_scale"):
@@ -307,10 +291,8 @@ class FollowingScale(Scale):
     def advance_(self, found_inf: Tensor, part: Tensor | None = None) -> None:
         """Tell the owner."""
         if isinstance(self.owner, LossScaler):
-            self.owner.advance_(found_inf)
+            self.owner.adjust(found_inf == 0)
             self.value.copy_(self.owner.scale_value)
-        elif hasattr(self.owner, "advance_"):  # takes the float32 flag as it is, which saves a conversion
-            self.owner.advance_(self.value, found_inf)
         else:
             self.owner(self.value, found_inf.bool())
 
