@@ -335,4 +335,4 @@ def end_step(network: nn.Module) -> None:
 
 
 def _end(every: list[RecipeScales]) -> None:
-    update_all_([scaler for scales in every for scaler in scales.of_all_products()], only_seen=True)
+    update_all_([scaler for scales in every for scaler in scales.of_all_products()])

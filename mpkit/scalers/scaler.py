@@ -97,16 +97,10 @@ class LiveScaler(Face, LossScaler):
         Note the sense: *finite*, the reverse of the managers' and cells' `overflow`.
         """
         need_flag("grads_finite", grads_finite)
-        if grads_finite.shape != (shape := self.live.shape):
-            if grads_finite.numel() != shape.numel():
-                came = tuple(grads_finite.shape)
-                raise ValueError(
-                    f"grads_finite must hold one flag per scale, {shape.numel()}, got shape {came}; use .all()"
-                )
-            grads_finite = grads_finite.reshape(shape)
-        # all were finite -> the float32 flag of `check_and_unscale_`, in one operation
-        found_inf = torch.logical_not(grads_finite, out=torch.empty_like(grads_finite, dtype=torch.float32))
-        self.live.advance_(found_inf)
+        scales, came = self.live.shape.numel(), tuple(grads_finite.shape)
+        if grads_finite.numel() != scales:
+            raise ValueError(f"grads_finite must hold one flag per scale, {scales}, got shape {came}; use .all()")
+        self.live.advance_(grads_finite.logical_not().float().reshape(self.live.shape))
         return bool(self.live.counts)
 
     def _to(self, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from mpkit.arguments import check_alike, check_flags, check_kind
+from mpkit.arguments import check_alike, check_kind
 from mpkit.policies import TensorScalePolicy, TensorScaleState, advance_tensor_scale, initial_tensor_scale
 
 
@@ -83,24 +83,21 @@ class TensorScaler:
         self.state, self.pending = TensorScaleState(scale, history), state["pending"]
 
 
-def update_all_(scalers: Sequence[TensorScaler], *, only_seen: bool = False) -> None:
+def update_all_(scalers: Sequence[TensorScaler]) -> None:
     """`update_` of several scalers with one message between processes: one tensor has one scale on all of them.
 
-    All processes give as many scalers, in one order.
-
-    Args:
-        only_seen: leave a scaler as it is if no process has observed anything with it since its last update.
+    All processes give as many scalers, in one order. One with which no process has observed anything since its last
+    update stays as it is.
     """
     check_kind("scalers", scalers, (list, tuple), "a list of TensorScaler objects")
     for scaler in scalers:
         check_kind("each of scalers", scaler, TensorScaler, "a TensorScaler")
-    check_flags(only_seen=only_seen)
     if not several_processes():
         for scaler in scalers:
-            if scaler.pending or not only_seen:
+            if scaler.pending:
                 _end(scaler, None)
     elif scalers:
-        found = torch.stack([_pattern(scaler, only_seen).to(scalers[0].amax.device) for scaler in scalers])
+        found = torch.stack([_pattern(scaler).to(scalers[0].amax.device) for scaler in scalers])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         for scaler, pattern in zip(scalers, found.unbind()):
             _end(scaler, pattern.to(scaler.amax.device))
@@ -114,9 +111,9 @@ def several_processes() -> bool:
 _NOTHING = -1  # below the pattern of every magnitude
 
 
-def _pattern(scaler: TensorScaler, only_seen: bool) -> Tensor:
+def _pattern(scaler: TensorScaler) -> Tensor:
     """The bits of the amax, () int32, ordered as magnitudes are: NaN is above all; a maximum of floats may lose it."""
-    if only_seen and not scaler.pending:
+    if not scaler.pending:
         return torch.full_like(scaler.amax, _NOTHING, dtype=torch.int32)
     return scaler.amax.view(torch.int32) & 0x7FFFFFFF
 
