@@ -16,7 +16,7 @@ from mpkit.casting.products import linear_layers
 from mpkit.casting.recipe import amax_of
 from mpkit.files import read_npz, short, write_whole
 from mpkit.record.columns import Columns
-from mpkit.record.ranges import hold
+from mpkit.record.ranges import hold, hold_names
 from mpkit.record.watch import watch
 from mpkit.step.hooks import Hook, StepContext
 
@@ -35,9 +35,7 @@ class AmaxTrace:
     amax: np.ndarray
 
     def __post_init__(self) -> None:
-        check_kind("tensors", self.tensors, (tuple, list), "the names of tensors")
-        if not all(isinstance(name, str) for name in self.tensors):
-            raise TypeError(f"tensors must be names, got {self.tensors!r:.80}")
+        hold_names(self, "tensors")
         hold(self, {"amax": (np.float32, "NT")}, T=len(self.tensors))
 
     def __len__(self) -> int:
@@ -55,14 +53,11 @@ class AmaxTrace:
     @classmethod
     def load(cls, path: str | Path) -> AmaxTrace:
         """Read what `save` wrote. Raises ValueError for a file of another kind or a damaged one; FileNotFoundError."""
-        held = read_npz(Path(path))
-        if not {"tensors", "amax"} <= set(held):
-            there = ", ".join(held)
-            raise ValueError(f"{path} holds {there:.200}, not an AmaxTrace; Trace.load reads other traces")
+        held = read_npz(path)
         try:
-            return cls(tuple(held["tensors"].tolist()), held["amax"])
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged: {short(error)}") from error
+            return cls(held["tensors"].tolist(), held["amax"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not an AmaxTrace that AmaxTrace.save wrote: {short(error)}") from error
 
 
 class AmaxRecorder(Hook):
@@ -88,7 +83,7 @@ class AmaxRecorder(Hook):
         if not layers:
             raise ValueError(f"amaxes are recorded of linear layers, and this {type(network).__name__} has none")
         self._now: dict[str, Tensor] = {}
-        self._columns, self._count = Columns(), 0
+        self._columns, self.index = Columns(), 0  # of the step that comes
         self._names = tuple(f"{path}.{tensor}" for path in layers for tensor in ("input", "weight", "grad"))
         self._hooks = [watch(layer, partial(self._seen, path)) for path, layer in layers.items()]
 
@@ -110,18 +105,15 @@ class AmaxRecorder(Hook):
         old = self._now.get(name)
         self._now[name] = amax if old is None else torch.maximum(old, amax)
 
-    def __len__(self) -> int:
-        return self._count
-
     def end_step(self) -> None:
         """The step is over: what comes now belongs to the next."""
-        self._columns.append({"step": self._count, **{name: self._now.get(name, 0.0) for name in self._names}})
-        self._count, self._now = self._count + 1, {}
+        self._columns.append({"step": self.index, **{name: self._now.get(name, 0.0) for name in self._names}})
+        self.index, self._now = self.index + 1, {}
 
-    def forget(self, steps: int) -> None:
-        """Keep the first `steps` steps only, and nothing of one that has begun."""
-        self._columns.forget(steps)
-        self._count, self._now = min(self._count, steps), {}
+    def go_on(self, index: int) -> None:
+        """The coming step is that of this index: what is held of it and of later ones is forgotten."""
+        self._columns.forget(index)
+        self.index, self._now = index, {}
 
     def after_update(self, ctx: StepContext) -> None:
         """The step of a train cell is over."""

@@ -48,7 +48,7 @@ class Ranges:
     largest: np.ndarray
 
     def __post_init__(self) -> None:
-        check_kind("names", self.names, (tuple, list), "the names of parameters or modules")
+        hold_names(self, "names")
         hold(self, RANGES, P=len(self.names))
         check_count("lowest", self.lowest, low=LOWEST)
         if not LOWEST <= self.lowest <= HIGHEST + 1 - self.bins:
@@ -115,6 +115,15 @@ class Ranges:
         whole, none = np.zeros((0, len(names)), np.int64), np.zeros(0, np.int64)
         counts, largest = whole[:, :, None].astype(np.uint32), whole.astype(np.float32)
         return cls(names, np.zeros(len(names), np.int64), none, 0, counts, whole, whole, largest)
+
+
+def hold_names(record: object, key: str) -> None:
+    """Its names as a tuple. Raises TypeError for what are no texts."""
+    names = getattr(record, key)
+    check_kind(key, names, (tuple, list), "a tuple of names")
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{key} must be names, got {names!r:.80}")
+    object.__setattr__(record, key, tuple(names))
 
 
 def hold(record: object, fields: Fields, **sizes: int) -> None:

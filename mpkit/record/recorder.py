@@ -20,8 +20,9 @@ from mpkit.casting.low import float_tensors, values_of
 from mpkit.formats import get_format
 from mpkit.optimizers.arguments import coming_rate
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
-from mpkit.record.columns import Columns, Part, histogram_row, kept, ranges_of, trimmed
-from mpkit.record.counts import FIELDS, exponent_counts, total_norm
+from mpkit.record.columns import Columns, kept
+from mpkit.record.counts import total_norm
+from mpkit.record.histograms import Histograms
 from mpkit.record.scale import found_inf, policy_of, scale_of, state_of, was_unscaled
 from mpkit.record.trace import STEPS, Trace
 from mpkit.record.watch import watch
@@ -82,18 +83,16 @@ class Recorder(Hook):
         self.index = 0
         self._groups = _groups(network, by)
         self._parameters = [p for group in self._groups.values() for p in group]
-        self._steps, self._gradients, self._activations = Columns(), Columns(trimmed), Columns(trimmed)
-        self._leaves = {
-            name: m for name, m in network.named_modules() if activations and name and next(m.children(), None) is None
-        }
-        self._seen, self._forward = dict[str, Part](), set[str]()  # _forward: what ran outside of a backward pass
+        leaves = {name: m for name, m in network.named_modules() if name and next(m.children(), None) is None}
+        self._steps, self._gradients = Columns(), Histograms(self._groups)
+        self._activations = Histograms(leaves if activations else ())
+        self._forward = set[str]()  # the modules that ran outside of a backward pass
         self._last_note: dict[str, Any] | None = None
         self._start = time.perf_counter()
         self._policy = policy_of(scaler)
         self._watches = activations
         self._amaxes = AmaxRecorder(network) if amaxes else None
-        self._first_amax = 0  # the step of the first amaxes held here: not 0 after a resume
-        self._handles = [watch(m, partial(self._activation, name)) for name, m in self._leaves.items()]
+        self._handles = [watch(m, partial(self._activation, name)) for name, m in leaves.items() if activations]
 
     def record(self, loss: Tensor, *, scale: float | Tensor | None = None, unscaled: bool | None = None) -> None:
         """Record one step: call it when all gradients are there and before the optimizer (and the scaler) steps.
@@ -135,8 +134,8 @@ class Recorder(Hook):
         columns = {name: columns[name].astype(dtype) for name, (dtype, _) in STEPS.items()}
         return Trace(
             **columns,
-            gradients=ranges_of(tuple(self._groups), self._gradients),
-            activations=ranges_of(tuple(self._leaves), self._activations) if self._watches else None,
+            gradients=self._gradients.ranges(),
+            activations=self._activations.ranges() if self._watches else None,
             format=self.format,
             meta={"torch": torch.__version__} | policy | self.meta,
         )
@@ -158,11 +157,9 @@ class Recorder(Hook):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed recording needs to go on as if nothing had happened; what was recorded stays in `trace()`.
 
-        Holds the next step's index (and with it the phase of `every`), the seconds so far, and the activations of
-        micro-batches whose step has not come yet.
+        Holds the next step's index (and with it the phase of `every`) and the seconds so far.
         """
-        seen = {name: (c.cpu(), int(z), float(m), n) for name, (c, z, m, n) in self._seen.items()}
-        return {"index": self.index, "seconds": self._seconds(), "seen": seen}
+        return {"index": self.index, "seconds": self._seconds()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the saved recorder stopped; join the traces with `first + second`.
@@ -173,21 +170,12 @@ class Recorder(Hook):
         check_kind("state", state, Mapping, "what state_dict() returned, with an index")
         index = check_count("index", state.get("index"), 0)
         check_alike("seconds", seconds := state.get("seconds", 0.0), 0.0)
-        check_kind("seen", parts := state.get("seen", {}), Mapping, "a dict of histograms")
-        counts = torch.zeros(FIELDS, dtype=torch.int64, device="cpu")
-        for name, part in parts.items():
-            check_alike(f"seen[{name!r}]", part, (counts, 0, 0.0, 0))
-        device = self._parameters[0].device
-        self._seen = {
-            name: Part(c.to(device), torch.tensor(z, device=device), torch.tensor(float(m), device=device), n)
-            for name, (c, z, m, n) in parts.items()
-        }
         self.index, self._start = index, time.perf_counter() - float(seconds)
         for columns in (self._steps, self._gradients, self._activations):
             columns.forget(index)
+        self._activations.now = {}
         if self._amaxes is not None:
-            self._amaxes.forget(max(0, index - self._first_amax))
-            self._first_amax = min(self._first_amax, index) if len(self._amaxes) else index
+            self._amaxes.go_on(index)
 
     def _record(
         self, loss: Tensor, scale: float | Tensor, unscaled: bool | None, overflow: Tensor | None, optimizer: Any
@@ -247,13 +235,12 @@ class Recorder(Hook):
     def _record_histograms(self, factor: float | Tensor | None) -> float | Tensor:
         """Histograms of gradients times `factor`, and of the activations seen; -> norm of the gradients as they are."""
         values = {p: _values(p.grad) for p in self._parameters if p.grad is not None}
-        parts = [[_part(values[p], factor, _size(p)) for p in group if p in values] for group in self._groups.values()]
-        rows = [(self._gradients, [_together(group) for group in parts])]
-        rows += [(self._activations, [self._seen.get(name) for name in self._leaves])]
-        for columns, found in rows:
-            if (row := histogram_row(self.index, found)) is not None:
-                columns.append(row)
-        self._seen, self._forward = {}, set()
+        for name, group in self._groups.items():
+            for p in (p for p in group if p in values):
+                self._gradients.add(name, values[p], factor, p.numel() * (2 if p.is_complex() else 1))
+        for part in (self._gradients, self._activations):
+            part.end_step(self.index)
+        self._forward = set()
         return total_norm(list(values.values()))
 
     def _activation(self, name: str, _module: nn.Module, _inputs: object, output: object) -> None:
@@ -264,24 +251,8 @@ class Recorder(Hook):
         elif name in self._forward:
             return  # a checkpoint computes it again; of a re-entrant one this is the first time with gradients
         with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
-            parts = [_part(values, None, values.numel()) for values in map(values_of, float_tensors(output))]
-            if (whole := _together([self._seen[name], *parts] if name in self._seen else parts)) is not None:
-                self._seen[name] = whole
-
-
-def _part(values: Tensor, factor: float | Tensor | None, size: int) -> Part:
-    """The histogram of values times a factor, of `size` values in all: what is not stored is zero."""
-    values = values.float()
-    counts, zeros, largest = exponent_counts(values if factor is None else values * factor)
-    return Part(counts, zeros + (size - values.numel()), largest, size)
-
-
-def _together(parts: list[Part]) -> Part | None:
-    return sum(parts[1:], start=parts[0]) if parts else None
-
-
-def _size(p: nn.Parameter) -> int:
-    return p.numel() * (2 if p.is_complex() else 1)
+            for values in map(values_of, float_tensors(output)):
+                self._activations.add(name, values)
 
 
 def _checked_scale(scale: object) -> float | Tensor:
@@ -289,9 +260,7 @@ def _checked_scale(scale: object) -> float | Tensor:
     if isinstance(scale, Tensor) and scale.numel() != 1:
         raise ValueError(f"scale must be one number, got a tensor of shape {tuple(scale.shape)}")
     scale = kept(scale)
-    if isinstance(scale, Tensor) or scale == math.inf:  # on a GPU, where nothing is read; of a policy without a cap
-        return scale
-    return check_number("scale", scale)
+    return scale if isinstance(scale, Tensor) else check_number("scale", scale, closed_high=True)  # on a GPU unread
 
 
 def _groups(network: nn.Module, by: str) -> dict[str, list[nn.Parameter]]:

@@ -70,6 +70,7 @@ class Trace:
         if (self.scale < 0).any():
             raise ValueError("a loss scale is negative: the trace is damaged")
         get_format(self.format)
+        check_kind("meta", self.meta, Mapping, "a dict of what JSON can hold")
         check_kind("measured", self.measured, Mapping, "a dict of arrays")
         for name, tops in self.measured.items():
             get_format(name)
@@ -126,13 +127,13 @@ class Trace:
         """The trace of which these are the `arrays`, read from a file at `path`. Raises ValueError as `load` does."""
         try:
             head = json.loads(str(arrays["head"]))
-            if head["schema"] != SCHEMA:
-                raise ValueError(f"schema {head['schema']!r} is not {SCHEMA!r}")
-            if not isinstance(head["meta"], dict):
-                raise ValueError(f"meta must be a mapping, got {head['meta']!r}")
-            parts: dict[str, Any] = {p: _ranges(arrays, p, head[p]) for p in PARTS if p in head}
-            columns: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, (dtype, _) in STEPS.items()}
-            measured = {str(name): _typed(arrays, f"measured_{name}", np.float64) for name in head.get("measured", [])}
+            check_choice("schema", head["schema"], (SCHEMA,))
+            given = {
+                name: head[name] | {key: arrays[f"{name}_{key}"] for key in RANGES} for name in PARTS if name in head
+            }
+            parts: dict[str, Any] = {name: Ranges(**fields) for name, fields in given.items()}
+            columns: dict[str, Any] = {key: arrays[key] for key in STEPS}
+            measured = {name: arrays[f"measured_{name}"] for name in head.get("measured", [])}
             return cls(**columns, **parts, format=head["format"], meta=head["meta"], measured=measured)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else short(error)
@@ -140,17 +141,14 @@ class Trace:
 
     def before(self, step: int) -> Trace:
         """The steps with an index below `step`, for instance those that a checkpoint covers."""
-        return self._where(self.step < step)
+        keep = self.step < step
+        columns: dict[str, Any] = {key: getattr(self, key)[keep] for key in STEPS}
+        columns |= {name: part.rows(part.step < step) for name, part in self._parts().items()}
+        return replace(self, **columns, measured={name: tops[keep] for name, tops in self.measured.items()})
 
     def thinned(self, steps: np.ndarray) -> Trace:
         """The same steps with only the gradient histograms of `steps`."""
         return replace(self, gradients=self.gradients.rows(np.isin(self.gradients.step, steps)))
-
-    def _where(self, keep: np.ndarray) -> Trace:
-        columns: dict[str, Any] = {key: getattr(self, key)[keep] for key in STEPS}
-        columns |= {name: part.rows(np.isin(part.step, columns["step"])) for name, part in self._parts().items()}
-        columns["measured"] = {name: tops[keep] for name, tops in self.measured.items()}
-        return replace(self, **columns)
 
     def __add__(self, later: Trace) -> Trace:
         """This run and its continuation after a resume.
@@ -194,17 +192,3 @@ class Trace:
         columns = {key: getattr(ranges, key).ravel() for key in ("zeros", "nonfinite", "largest")}
         size = np.tile(ranges.size, len(ranges.step))
         return pd.DataFrame({"size": size, **columns, "smallest_exponent": low.ravel()}, index=index)
-
-
-def _typed(arrays: Mapping[str, np.ndarray], key: str, dtype: type) -> np.ndarray:
-    value = arrays[key]
-    if value.dtype != np.dtype(dtype):
-        raise ValueError(f"{key} must be {np.dtype(dtype)}, got {value.dtype}")
-    return value
-
-
-def _ranges(arrays: Mapping[str, np.ndarray], prefix: str, head: Mapping[str, Any]) -> Ranges:
-    if not isinstance(head["names"], list) or not all(isinstance(name, str) for name in head["names"]):
-        raise ValueError(f"the names of {prefix} must be a list of strings, got {head['names']!r:.80}")
-    columns = {key: _typed(arrays, f"{prefix}_{key}", dtype) for key, (dtype, _) in RANGES.items()}
-    return Ranges(names=tuple(head["names"]), lowest=int(head["lowest"]), **columns)

@@ -523,8 +523,8 @@ def test_copying_to_the_host_now_and_then_changes_nothing(monkeypatch: pytest.Mo
 
 
 def test_a_state_that_no_recorder_made_is_refused() -> None:
-    for state in ({}, {"index": -1}, {"index": "3"}, None, {"index": 1, "seen": {"a": (1, 2, 3, 4)}}):
-        with pytest.raises((ValueError, TypeError), match=r"index|seen"):
+    for state in ({}, {"index": -1}, {"index": "3"}, None):
+        with pytest.raises((ValueError, TypeError), match="index"):
             Recorder(small_network()).load_state_dict(state)
 
 
@@ -604,7 +604,6 @@ def changed_head(key: str, value: object):
     [
         (lambda a: {key: value for key, value in a.items() if key != "scale"}, "scale"),
         (lambda a: {"x": np.zeros(3)}, "head"),
-        (lambda a: a | {"loss": a["loss"].astype(np.float32)}, "loss"),
         (lambda a: a | {"loss": a["loss"][:-1]}, "loss"),
         (lambda a: a | {"loss": np.array([{}], dtype=object)}, "damaged"),
         (lambda a: a | {"gradients_counts": a["gradients_counts"] + 1}, "more values"),
