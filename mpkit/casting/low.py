@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, partial
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mpkit.arguments import check_kind
+from mpkit.casting.lists import LISTS
 from mpkit.casting.local import LOCAL
-from mpkit.casting.steps import STEPS
 from mpkit.formats import FloatFormat, dtype_name
 from mpkit.rounding import round_to
 
@@ -72,23 +72,34 @@ _STATISTICS = (
     *("_fused_rms_norm", "_scaled_dot_product_"),
 )
 _FILLS = ("masked_fill", "fill", "full_like", "constant_pad_nd", "index_fill", "scatter", "where")
+_IN_STEPS = LISTS["kinds"]["in_steps"]
+
+
+class _Facts(NamedTuple):
+    """What the schema of an operator says, and its name."""
+
+    views: bool
+    writes: tuple[tuple[int, str], ...]  # place and name of what it writes into
+    promotes: bool
+    statistics: bool  # after its first result, which are float32 at every precision
+    fills: bool
+    steps: bool  # its 16-bit kernel rounds between its steps
 
 
 @cache
-def _facts(func: Any) -> tuple[bool, tuple[tuple[int, str], ...], bool, bool, bool]:
-    """What the schema of an operator says, and its name: (it views, writes into, promotes, gives statistics, fills).
-
-    Statistics come after its first result, and are float32 at every precision.
-    """
+def _facts(func: Any) -> _Facts:
     schema = func._schema  # torch's own subclasses read it; there is no public way to ask what an operator writes into
     name = schema.name.split("::")[1]
-    return (
-        bool(schema.returns) and schema.returns[0].alias_info is not None,
-        tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_write),
+    views = bool(schema.returns) and schema.returns[0].alias_info is not None
+    writes = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_write)
+    return _Facts(
+        views,
+        writes,
         torch.Tag.pointwise in func.tags or name in ("cat", "stack"),
         # a backward gives gradients after its first result; those of a batch norm are of its float32 parameters
         name.startswith(_STATISTICS) and ("batch_norm" in name or not name.endswith("_backward")),
         name.startswith(_FILLS),
+        name.startswith(_IN_STEPS) and not views and not writes,
     )
 
 
@@ -96,6 +107,7 @@ class Low(Tensor):
     """Stands for a tensor of a dtype that torch has not; each format is a class of its own, as compilers need."""
 
     target: Emulated
+    native: torch.dtype | None  # a 16-bit dtype of these very values, whose kernels round as hardware's do
     values: Tensor  # type: ignore[assignment]
     __slots__ = ["values"]
 
@@ -132,46 +144,49 @@ class Low(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        views, writes, promotes, statistics, fills = _facts(func)
-        kind: Any = None  # the format among the operands
-        plain = False  # whether a plain float32 was among them, or a second format: both promote
+        does, fmt = _facts(func), cls.target.fmt
+        native = cls.native if does.steps else None
+        plain = False  # whether a plain float32 is among the operands, or a second format: both promote
 
         def bare(value: Any) -> Any:
-            nonlocal kind, plain
-            if isinstance(value, Low):
-                plain = plain or (kind is not None and kind is not type(value))
-                kind = kind or type(value)
-                return value.values
-            if type(value) in (list, tuple):
+            nonlocal plain
+            kind = type(value)
+            if kind is cls:
+                return value.values if native is None else value.values.to(native)
+            if kind in (list, tuple):
                 return [bare(x) for x in value]
             if isinstance(value, Tensor):
                 plain = plain or (value.dtype is torch.float32 and value.dim() > 0)
-            elif fills and kind is not None and type(value) in (int, float) and abs(value) not in (0.0, float("inf")):
+                return value.values if isinstance(value, Low) else value
+            if value is torch.float32:  # what autograd takes a format for
+                return native or value
+            if does.fills and kind in (int, float) and abs(value) not in (0.0, float("inf")):
                 # a finite number beyond the format, as of a mask, stands for its largest; an infinity stays one
-                return max(-kind.target.fmt.max, min(kind.target.fmt.max, value))
+                return max(-fmt.max, min(fmt.max, value))
             return value
 
         options = kwargs or {}
         inner, named = [bare(x) for x in args], {name: bare(x) for name, x in options.items()}
+        out = func(*inner, **named)
         # private: whether this thread runs a backward pass, where results are gradients; nothing public says so. While
         # a rule is on, it computes a checkpointed forward again.
         backward = torch._C._current_graph_task_id() != -1 and LOCAL.rule is None
-        fmt = kind.target.grad_fmt if backward else kind.target.fmt
-        steps = None if plain or fmt.bits < 16 else STEPS.get(func)
-        out = func(*inner, **named) if steps is None else steps(partial(round_to, fmt=fmt), *inner, **named)
-        if writes:
-            for i, name in writes:
+        fmt = cls.target.grad_fmt if backward else fmt
+        if does.writes:
+            for i, name in does.writes:
                 if isinstance(x := args[i] if i < len(args) else options.get(name), Low):
                     round_to(x.values, fmt, out=x.values)
             # private: what a write gives is the very tensor, in its new shape; torch's own subclasses use it
-            return return_and_correct_aliasing(func, args, options, kind(out) if isinstance(out, Tensor) else out)
-        if promotes and plain and not backward:  # as float16 beside a float32 tensor
+            return return_and_correct_aliasing(func, args, options, cls(out) if isinstance(out, Tensor) else out)
+        if does.promotes and plain and not backward:  # as float16 beside a float32 tensor
             return out
 
         def finished(i: int, x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.dtype is not torch.float32 or (statistics and i):
+            if not isinstance(x, Tensor) or x.dtype is not (native or torch.float32):
                 return x
-            return kind(x if views else round_to(x, fmt, out=x))
+            if native is not None:
+                return cls(x.to(torch.float32))
+            return x if does.statistics and i else cls(x if does.views else round_to(x, fmt, out=x))
 
         if isinstance(out, tuple | list):
             return type(out)(finished(i, x) for i, x in enumerate(out))
@@ -226,7 +241,8 @@ def known(fmt: FloatFormat, grad_fmt: FloatFormat) -> Emulated:
     """The target of two formats, with its class of tensors made and the compiler told what a cast to it is."""
     target = Emulated(fmt, grad_fmt)
     if target not in KINDS:
-        KINDS[target] = type(f"Low_{fmt.name}", (Low,), {"target": target, "__slots__": ()})
+        native = fmt.torch_dtype if fmt.bits == 16 and grad_fmt == fmt else None
+        KINDS[target] = type(f"Low_{fmt.name}", (Low,), {"target": target, "native": native, "__slots__": ()})
         _IN_GRAPH[target] = torch.compiler.allow_in_graph(lambda x: _Narrow.apply(x, target, target.fmt))
         _IN_GRAPH.setdefault(None, torch.compiler.allow_in_graph(lambda x: _Widen.apply(x)))
     return target
