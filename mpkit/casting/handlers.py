@@ -154,16 +154,6 @@ def written_back(low: Target, result: Target) -> Handler:
     return lambda func, args, kwargs: args[0].copy_(new(torch.relu, args, kwargs))
 
 
-def shown(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-    """Who has the memory of a tensor may write into it uncounted. All attributes have one name, `.data` is one."""
-    if func is _DATA or func.__name__ != "__get__":
-        LOCAL.shown = True
-    return as_is(func, args, kwargs)
-
-
-_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
-
-
 def filled(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """A finite number that 16 bits cannot hold, such as the -1e9 of a mask, stands for their largest."""
     dtype = kwargs.get("dtype") or getattr(args[0] if args else None, "dtype", None)
@@ -191,9 +181,9 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
     """
 
     def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        # the parts are taken by position, whichever way they were given
-        named = (kwargs.pop(name, None) for name in ("input", "weight", "bias")[len(args) :])
-        x, weight, bias, *rest = (*args, *named)
+        if len(args) < 3:  # the parts are taken by position, whichever way they were given
+            args = (*args, *(kwargs.pop(name, None) for name in ("input", "weight", "bias")[len(args) :]))
+        x, weight, bias, *rest = args
         x, weight = cast(x, low), cast(weight, low)
         if bias is None or (bias_in == low and bias.is_cuda and not isinstance(low, Emulated)):
             out = func(x, weight, None if bias is None else cast(bias, low), *rest, **kwargs)

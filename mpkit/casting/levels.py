@@ -233,7 +233,7 @@ def cast_like(
     """Cast `network` as another framework does at one of its levels, or its linear layers by a recipe; it comes back.
 
     Args:
-        preset:     a key of PRESETS (see `preset_table`) or of RECIPES (see the table in `recipe`), or a Recipe.
+        preset:     a key of PRESETS (see the table in `presets`) or of RECIPES (see that in `recipe`), or a Recipe.
         dtype:      of a preset: the low precision; None: the preset's own. A FloatFormat is emulated.
         grad_dtype: of a preset: format of the gradients of an emulated format.
         keep:       of a recipe: layers that stay in high precision, as a pattern of their paths ("lm_head",

@@ -18,9 +18,8 @@ class _Local(threading.local):
         self.on = False  # whether a CastMode sees the operations
         self.books: tuple[Any, ...] = ()  # open ledgers
         self.quiet = False  # whether books are told nothing, since a cast is being made
-        # (parameter, target) -> the parameter, its cast from the second use on, and of which state that was
-        self.kept: dict[tuple[int, object], tuple[Tensor, Tensor | None, object]] = {}
-        self.shown = False  # somebody holds memory that he may write into uncounted: no cast is kept
+        # id of a parameter -> itself; (id, target) -> a state of it and, from the second use on, its cast then
+        self.kept: dict[object, Any] = {}
         self.given: list[tuple[Tensor, Tensor]] = []  # inputs of the network: (cast, as they came)
 
 

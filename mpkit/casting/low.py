@@ -252,6 +252,10 @@ def _restored(target: Emulated, values: Tensor) -> Low:
     return KINDS[target](values)
 
 
+# torch reads the arguments of these faster than those of `x.to(dtype)`
+_TO: dict[Target, Any] = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half, torch.float32: Tensor.float}
+
+
 def convert(x: Tensor, target: Target) -> Tensor:
     """A float tensor of any shape in `target`, differentiable; `x` itself if it is in it already."""
     if x.layout is not torch.strided or x.is_nested:
@@ -259,14 +263,13 @@ def convert(x: Tensor, target: Target) -> Tensor:
             f"levels cast dense tensors, got a {'nested' if x.is_nested else x.layout} one; keep the module that takes "
             "it in float32 (take its level off with remove_mixed_precision), or give x.to_dense()"
         )
-    if isinstance(target, Emulated):
-        if type(x) is KINDS[target]:
-            return x
-        x = convert(x, torch.float32) if isinstance(x, Low) else x
-        return _IN_GRAPH[target](x) if is_compiling() else _Narrow.apply(x, target, target.fmt)
     if isinstance(x, Low):
+        if type(x) is KINDS.get(target):  # type: ignore[call-overload]
+            return x
         x = _IN_GRAPH[None](x) if is_compiling() else _Widen.apply(x)
-    return x.to(target)
+    if isinstance(target, Emulated):
+        return _IN_GRAPH[target](x) if is_compiling() else _Narrow.apply(x, target, target.fmt)
+    return _TO[target](x) if target in _TO else x.to(target)
 
 
 def precision(x: Tensor) -> Target:

@@ -50,10 +50,7 @@ class Forward:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             # a level rules its own module alone; around it an autocast goes on as before
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                return self._entered(rule, args, kwargs)
-        return self._entered(rule, args, kwargs)
-
-    def _entered(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                return self(*args, **kwargs)
         if LOCAL.on:
             return self.run(rule, args, kwargs)
         # the outermost forward: what is kept of parameters is forgotten at its end, since they may change
@@ -63,7 +60,7 @@ class Forward:
                 # whoever is outside of every level knows dtypes alone: of a format he gets the float32 that holds it
                 return map_tensors(_left_format, self.run(rule, args, kwargs))
         finally:
-            LOCAL.on = LOCAL.shown = False
+            LOCAL.on = False
             LOCAL.kept, LOCAL.given = {}, []
 
     def run(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

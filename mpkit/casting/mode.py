@@ -97,8 +97,6 @@ def running(rule: Rule | None, module: nn.Module | None = None, products: int = 
 
 # --- casts ------------------------------------------------------------------------------------------------------------
 
-# torch reads the arguments of these faster than those of `x.to(dtype)`
-_TO: dict[Target, Any] = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half, torch.float32: Tensor.float}
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
@@ -106,16 +104,14 @@ def cast(x: Any, target: Target) -> Any:
     """A float tensor of any shape in `target`, differentiable; whatever else passes through."""
     kind = type(x)
     if kind is Tensor or kind is nn.Parameter:
-        if x.dtype is target or not x.dtype.is_floating_point:
+        dtype = x.dtype
+        if dtype is target or not dtype.is_floating_point:
             return x
         if kind is nn.Parameter and not is_compiling():
             return _cast_parameter(x, target)
-        to = _TO.get(target)
-        if to is not None and not LOCAL.books and x.layout is torch.strided and not x.is_nested:
-            return to(x)
     elif not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    return _told(x, target)
+    return _told(x, target) if LOCAL.books else convert(x, target)
 
 
 def cast_all(values: Any, target: Target) -> Any:
@@ -135,8 +131,6 @@ def _cast_any(value: Any, target: Target) -> Any:
 
 def _told(x: Tensor, target: Target) -> Tensor:
     """A cast that open ledgers are told of; they see no operation of which it is made."""
-    if not LOCAL.books:
-        return convert(x, target)
     outer, LOCAL.quiet = LOCAL.quiet, True
     try:
         y = convert(x, target)
@@ -166,13 +160,16 @@ def _cast_parameter(x: nn.Parameter, target: Target) -> Tensor:
 
     Each use is a step of its own in the graph, so that the gradients of several uses are added up in float32.
     """
-    key, state = (id(x), target), (None if x.is_inference() else x._version, x.data_ptr() if x.numel() else 0)
-    # the state says whether the parameter was written into (its version) or given other memory (its address)
-    found = LOCAL.kept.get(key)
-    if found is not None and found[1] is not None and found[2] == state:
-        return _Again.apply(x, found[1]) if torch.is_grad_enabled() and x.requires_grad else found[1]
-    y = _told(x, target)
-    # the parameter itself stands there too: an id is given again when its owner dies
-    keeps = (found is not None or LOCAL.books) and not LOCAL.shown and not x.is_inference()
-    LOCAL.kept[key] = x, y.detach() if keeps else None, state
-    return y
+    kept = LOCAL.kept
+    if id(x) not in kept:
+        kept[id(x)] = x  # itself, since an id is given again when its owner dies
+        if not LOCAL.books:
+            return convert(x, target)
+    # whether it was written into (private; torch has no public count of that), or given other memory
+    state = None if x.is_inference() else (x._version, x.data_ptr())
+    of, y = kept.get((id(x), target), (None, x))
+    if of is None or of != state:
+        y = _told(x, target)
+        kept[id(x), target] = state, y.detach()
+        return y
+    return _Again.apply(x, y) if torch.is_grad_enabled() and x.requires_grad else y

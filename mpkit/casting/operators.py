@@ -79,7 +79,6 @@ def _on_tensors() -> frozenset[Function]:
 _KINDS = {kind: frozenset(names) for kind, names in LISTS["kinds"].items()}
 # x.add_(y), x += y, x[i] = y: the tensor written into keeps its dtype, so it decides
 IN_PLACE = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} | _KINDS["in_place"]
-SHOWS_MEMORY = _KINDS["shows_memory"]
 CONVERSIONS = _KINDS["conversions"]
 _FILLERS = {name for name, function in vars(torch.nn.init).items() if callable(function)}
 LEFT_ALONE = CONVERSIONS | _KINDS["describes"] | _FILLERS

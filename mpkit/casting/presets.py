@@ -1,8 +1,23 @@
 """The levels as rows of one table: MindSpore's, and those of other frameworks, since one letter means different things.
 
-What a level does in words stands in `operations.toml`. In mpkit parameters are float32 at every level and are their own
-master weights, cast at use: what apex_O2 computes is the same; apex_O3, which updates 16-bit weights, is reproduced in
-its casts only. No row sets a loss scale; `loss_scale` says what the framework adds.
+| level | computes | norms | result | parameters there | loss scale there |
+|---|---|---|---|---|---|
+| O0 | as without a level | as without a level | as computed | float32 | none |
+| O1 | listed modules and operators low | float32 | float32 | float32 | none |
+| O2 | all low but BatchNorm, LayerNorm | float32 inside, low result | float32 | float32 | dynamic 2^24 |
+| O3 | all low | low | float32 | float32 | none |
+| auto | lists: low, float32, promoted; biases in float32 | float32 | as computed | float32 | none |
+| apex_O0 | float32 | float32 | float32 | float32 | 1 |
+| apex_O1 | lists: low, float32, promoted | float32 but BatchNorm | as computed | float32 | dynamic |
+| apex_O2 | all low but affine BatchNorm | BatchNorm float32 inside | float32 | 16 bit, float32 masters | dynamic |
+| apex_O3 | all low | low | float32 | 16 bit, no masters | 1 |
+| keras_float32 | float32 | float32 | float32 | float32 | none |
+| keras_mixed_float16 | all low, layer by layer | float32 inside, low result | low | float32 | dynamic 2^15 |
+| keras_mixed_bfloat16 | all low, layer by layer | float32 inside, low result | low | float32 | none |
+| torch_autocast | CUDA's lists: low, float32, promoted | float32 but BatchNorm | as computed | float32 | GradScaler |
+
+In mpkit parameters are float32 at every level and are their own master weights, cast at use: what apex_O2 computes is
+the same; apex_O3, which updates 16-bit weights, is reproduced in its casts only. No row sets a loss scale.
 
 Source:  MindSpore 2.7 amp; NVIDIA apex amp (frontend, lists); Keras 3 mixed_precision dtype policies; torch 2.13
          autocast on CUDA. How each was checked stands in `operations.toml`.
@@ -16,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mpkit.casting.lists import LEVELS_IN_WORDS, LISTS, MODULES
+from mpkit.casting.lists import LISTS, MODULES
 from mpkit.casting.low import Target
 from mpkit.casting.marks import mark, mark_of, root_of
 from mpkit.casting.mode import Rule
@@ -96,11 +111,6 @@ class Level:
     dtype: torch.dtype = torch.float16
     wide_loss: bool = False
 
-    @property
-    def loss_scale(self) -> str:
-        """What the framework scales the loss by at this level."""
-        return LEVELS_IN_WORDS[self.name]["default loss scale there"]
-
     def put(self, network: nn.Module, low: Target) -> None:
         """Mark the modules of `network`, and record the level on it."""
         if self.lists == "mindspore":
@@ -139,9 +149,3 @@ PRESETS = {
         Level("torch_autocast", "torch"),
     )
 }
-
-
-def preset_table() -> list[dict[str, str]]:
-    """What every level does, as rows: a dictionary per level, the same keys in each."""
-    frameworks = {name: f"mindspore {name}" for name in MINDSPORE}
-    return [{"preset": frameworks.get(name, name), **words} for name, words in LEVELS_IN_WORDS.items() if name != "O0"]

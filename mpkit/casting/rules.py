@@ -44,7 +44,6 @@ def _table(*parts: Part) -> dict[str, Handler]:
         (("checkpoint", "tag_activation_checkpoint"), do.cast_inside),
         (("unflatten",), do.unflattened),
         (("backward", "grad"), do.differentiated),
-        (("__get__", *ops.SHOWS_MEMORY), do.shown),
     ]
     return {name: handler for names, handler in (*always, *parts) for name in names}
 
@@ -72,7 +71,7 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
     So a float32 constant beside low activations promotes them until the next module.
     """
     handlers = _table(
-        (ops.LEFT_ALONE - ops.SHOWS_MEMORY - {"__get__"}, as_is),
+        (ops.LEFT_ALONE, as_is),
         (ops.IN_PLACE, do.written_as_it_is),
         (ops.MAY_VIEW - {"unflatten"}, do.viewed(low)),
         # torch refuses several dtypes here, so its promotion decides nothing
@@ -107,7 +106,7 @@ def protected(low: Target, entry: Target | None) -> Rule:
 def forced(low: Target) -> Rule:
     """A white-listed module: every operation takes its float inputs in `low` and gives float32."""
     handlers = _table(
-        (ops.LEFT_ALONE - ops.SHOWS_MEMORY - {"__get__"}, as_is),
+        (ops.LEFT_ALONE, as_is),
         (ops.IN_PLACE, do.written_as_it_is),
         (ops.MAY_VIEW, as_is),
         (ops.PRODUCT_WITH_BIAS, do.product_then_bias(low, low, WIDE)),
