@@ -264,7 +264,7 @@ def convert(x: Tensor, target: Target) -> Tensor:
             "it in float32 (take its level off with remove_mixed_precision), or give x.to_dense()"
         )
     if isinstance(x, Low):
-        if type(x) is KINDS.get(target):  # type: ignore[call-overload]
+        if x.target == target:
             return x
         x = _IN_GRAPH[None](x) if is_compiling() else _Widen.apply(x)
     if isinstance(target, Emulated):

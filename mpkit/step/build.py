@@ -108,7 +108,7 @@ def build_train_network(
     given = {name: _override(name, value) for name, value in kwargs.items()}
     keep = given.get("keep_batchnorm_fp32", bool(row.protected))
     dtype = given.get("cast_model_type", row.dtype if row.overrides else torch.float32)
-    scaled = "loss_scale_manager" not in given and row.loss_scale != "none"
+    scaled = level == "O2" and "loss_scale_manager" not in given
     manager = DynamicLossScaleManager() if scaled else given.get("loss_scale_manager")
     boosted = _boost(boost_level, given.get("boost_config_dict"))
     make = _train_cell(manager, boosted, clip_norm, parameters_of(optimizer))
