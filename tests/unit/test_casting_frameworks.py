@@ -173,7 +173,9 @@ def test_apex_in_place_operations_keep_the_precision_of_what_they_write_into() -
     assert torch.equal(got, want)
 
 
-def test_apex_bans_binary_cross_entropy_on_16_bits_only() -> None:
+def test_binary_cross_entropy_is_banned_and_at_apex_on_16_bits_only() -> None:
+    with pytest.raises(RuntimeError, match="banned"):
+        cast_like(Apply(lambda p: F.binary_cross_entropy(p, p)), "torch_autocast")(torch.zeros(2))
     call = apex(lambda p: F.binary_cross_entropy(p, torch.ones_like(p)))
     assert torch.equal(call(torch.full((3,), 0.5)), torch.tensor(0.5).log().neg())
     with pytest.raises(NotImplementedError, match="with_logits"):
