@@ -133,23 +133,6 @@ def test_compiling_comes_before_any_eager_call_in_a_fresh_thread() -> None:
     assert torch.equal(results[0], network(x))
 
 
-class Broken(nn.Module):
-    """A part of it is compiled, or all of it with a break: a graph runs while the mode of the level is on."""
-
-    def __init__(self, breaks: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.breaks = breaks
-        self.part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-        self.w = nn.Parameter(torch.rand(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.part(x) @ self.w)
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return self.part(y.T + y)
-
-
 def test_graphs_that_are_no_compilers_are_cast() -> None:
     torch._dynamo.reset()
     torch.compile(torch.nn.Identity(), backend="eager")  # from here on callers are looked at

@@ -133,37 +133,6 @@ def test_gradients_of_a_weight_used_many_times_add_up_in_float32(level: str, wat
         assert torch.equal(p.grad, torch.full_like(p, 2400.0))
 
 
-@pytest.mark.parametrize(("native", "emulated"), [(bf16, BF16), (torch.float16, FP16)])
-def test_a_recurrent_cell_over_many_steps_has_the_gradients_of_casts_at_each_use(native: Any, emulated: Any) -> None:
-    def steps(module: Any, x: Tensor) -> Tensor:
-        h = c = torch.zeros(2, 8)
-        for _ in range(60):
-            h, c = module.cell(x, (h, c))
-        return h
-
-    def gradients(dtype: Any, keep: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        network = Apply(steps, cell=nn.LSTMCell(4, 8))
-        if keep:
-            return trained(auto_mixed_precision(network, "O1", dtype), torch.ones(2, 4))[1:]
-        cell = network.cell
-
-        def by_hand(_: Any, x: Tensor) -> Tensor:
-            h = c = torch.zeros(2, 8)
-            for _ in range(60):
-                weights = [p.to(dtype) for p in cell.parameters()]  # type: ignore[union-attr]
-                state = (h.to(dtype), c.to(dtype))
-                h, c = (y.float() for y in torch.lstm_cell(x.to(dtype), state, *weights))
-            return h
-
-        return trained(Apply(by_hand, cell=cell), torch.ones(2, 4))[1:]
-
-    want = gradients(native, False)
-    assert_same(gradients(native, True), want)
-    for a, b in zip(gradients(emulated, True), want):
-        assert (a - b).abs().max() <= 0.05 * b.abs().max()
-
-
 @pytest.mark.parametrize("level", CASTING_LEVELS)
 def test_a_weight_used_a_hundred_times_is_saved_once(level: str) -> None:
     def steps(module: Any, x: Tensor) -> Tensor:
@@ -284,24 +253,6 @@ def test_a_level_changed_before_the_backward_pass_does_not_change_the_recomputat
         return network.w.grad  # type: ignore[return-value]
 
     assert torch.equal(run(True), run(False))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler raises some
-@pytest.mark.parametrize("reentrant", REENTRANT)
-@pytest.mark.parametrize(("level", "dtype"), [("O1", bf16), ("O2", bf16), ("auto", bf16)])
-def test_checkpointed_functions_compile(level: str, dtype: Any, reentrant: bool) -> None:
-    def part(module: Any, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: torch.tanh(y @ module.w), x, use_reentrant=reentrant) * 1
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    network = auto_mixed_precision(Apply(part, w=nn.Parameter(torch.rand(4, 4) - 0.5)), level, dtype)
-    twin = copy.deepcopy(network)
-    x = (2 * torch.rand(4, 4) - 1).requires_grad_()
-    eps = 2**-3 if dtype is E4M3FN else 2**-7
-    for a, b in zip(trained(torch.compile(twin, backend="aot_eager"), x), trained(network, x)):  # type: ignore[arg-type]
-        # a compiler may round less often: at the product, tanh, its derivative, the product backwards, half an eps each
-        torch.testing.assert_close(a, b, rtol=0, atol=2 * eps * float(b.abs().max()))
 
 
 class Nested(nn.Module):
