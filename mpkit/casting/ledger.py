@@ -114,6 +114,7 @@ class Ledger:
         self._parameters = {id(p): name for name, p in self.network.named_parameters()}
         self._weights = {_memory(x)[0] for x in (*self.network.parameters(), *self.network.buffers())}
         self._kept: dict[int, Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
         with ExitStack() as blocks:
             for name, module in self.network.named_modules():
                 enters = module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name))
@@ -132,6 +133,7 @@ class Ledger:
         blocks.__exit__(*error)
         self._path.clear()
         self._kept.clear()
+        self._copies.clear()
 
     def _leave(self, *_: object) -> None:
         if self._path:
@@ -189,8 +191,8 @@ class Ledger:
 
     def note_cast(self, x: Tensor, y: Tensor) -> None:
         """Write down that `x` was cast to `y`."""
-        if id(x) in self._parameters or _memory(x)[0] in self._weights:
-            self._copied(y)
+        if id(x) in self._parameters or _memory(x)[0] in self._weights | self._copies.keys():
+            self._copies[_memory(y)[0]] = y  # held, so that its memory is not given to another tensor meanwhile
         lost = _lost(x, y) if self.count else (None, None)
         operation = "" if self._row is None else self._row.operation
         what = self._parameters.get(id(x), "activation")
@@ -221,19 +223,11 @@ class Ledger:
         key, size = _memory(x)
         if key in self._weights or key in self._kept:
             return
-        if self._is_copy_of_a_weight(x):
-            self._copied(x)
-            return
         self._kept[key] = x
-        if self._row is not None:
-            self._row.saved += size
-
-    def _copied(self, y: Tensor) -> None:
-        key, size = _memory(y)
-        if key not in self._weights:
-            self._weights.add(key)
-            self._kept[-len(self._weights)] = y  # its memory must not be given to another tensor meanwhile
+        if key in self._copies or self._is_copy_of_a_weight(x):
             self.weight_copies += size
+        elif self._row is not None:
+            self._row.saved += size
 
     def _is_copy_of_a_weight(self, x: Tensor) -> bool:
         """Whether x, such as autocast makes of a weight, has its size and was made of it alone."""
