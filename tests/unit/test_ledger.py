@@ -59,7 +59,7 @@ def test_operations_outside_the_network_are_not_its_own() -> None:
 
 @pytest.mark.parametrize(("level", "copies"), [("O0", 0), ("O1", 512), ("O2", 512), ("autocast", 512)])
 def test_the_loss_and_the_copies_of_weights_that_backward_needs_are_told_apart(level: str, copies: int) -> None:
-    """Of the first layer no copy is kept, since its input asks for no gradient; that of the second is 32 x 8 x 2 bytes."""
+    """No copy of the first is kept, since its input asks for no gradient; that of the second has 32 x 8 x 2 bytes."""
     network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8, bias=False))
     if level != "autocast":
         auto_mixed_precision(network, level, torch.bfloat16)
