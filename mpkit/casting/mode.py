@@ -55,6 +55,7 @@ class CastMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
         rule = LOCAL.rule
+        # the name is the same for a function, its method and its symbol
         handler = None if rule is None else rule.handlers.get(func.__name__, rule.default)
         if LOCAL.books and rule is not None and func.__name__ not in COMPOSED:
             return _recorded(func, handler or as_is, args, kwargs or {})
@@ -147,6 +148,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
+        # what autograd adds gradients up in
         ctx.dtype = x.dtype
         return kept.detach()
 
