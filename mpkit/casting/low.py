@@ -263,9 +263,9 @@ def convert(x: Tensor, target: Target) -> Tensor:
             f"levels cast dense tensors, got a {'nested' if x.is_nested else x.layout} one; keep the module that takes "
             "it in float32 (take its level off with remove_mixed_precision), or give x.to_dense()"
         )
+    if isinstance(target, Emulated) and type(x) is KINDS[target]:
+        return x
     if isinstance(x, Low):
-        if x.target == target:
-            return x
         x = _IN_GRAPH[None](x) if is_compiling() else _Widen.apply(x)
     if isinstance(target, Emulated):
         return _IN_GRAPH[target](x) if is_compiling() else _Narrow.apply(x, target, target.fmt)
