@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import sys
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from importlib import import_module
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -15,30 +11,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from mpkit.data import digits, mnist
-from mpkit.files import short
-
-
-def found(name: str) -> Any:
-    """What "package.module:name" names.
-
-    Raises:  ValueError when it names nothing, or when its module fails: then with file and line of the fault.
-    """
-    module, _, attribute = name.partition(":")
-    nothing = f"{name!r} names nothing that can be imported as package.module:name"
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        raise ValueError(f"{nothing}; write it like my_runs:train, for the function train of my_runs.py")
-    try:
-        return getattr(import_module(module), attribute)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            where = sys.path[0] or "."
-            raise ValueError(f"{nothing}: {error}; it is looked for in {where} and among packages") from error
-        if isinstance(error, AttributeError) and error.obj is sys.modules.get(module, error):
-            raise ValueError(f"{nothing}: {error}") from error
-        frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
-        file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else frames[-1]
-        fault = f"{file}, line {line}: {type(error).__name__}: {short(error)}"
-        raise ValueError(f"the module {module} was found and fails where it is imported: {fault}") from error
 
 
 class _Shuffled:
@@ -102,9 +74,7 @@ def _named(data: object) -> object:
             return digits(size=size), digits("test", size)
         if data == "mnist":
             return mnist(), mnist(split="test")
-        if ":" not in data:
-            raise ValueError(f"no data set is called {data!r}; write digits, digits8, mnist or 'package.module:name'")
-        data = found(data)
+        raise ValueError(f"no data set is called {data!r}; write digits, digits8 or mnist, or pass the data themselves")
     return _tensors(data() if callable(data) and not hasattr(data, "__iter__") else data)
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpkit.experiment.batches import found
+from mpkit.arguments import check_kind
 from mpkit.experiment.engine import experiment
 from mpkit.experiment.results import Results
 from mpkit.experiment.training import train
-from mpkit.files import FULL, read_json
+from mpkit.files import FULL, read_json, short
 
-KINDS = {"run": str, "fixed": dict, "grid": dict | list, "metrics": list}
-KEYS = (*KINDS, "seeds", "baseline", "n_jobs")
 HELP = """grid.json, for instance:
   {"grid": {"level": ["O0", "O2"], "dtype": ["fp16", "bfloat16"], "scaler": [null, "torch"]},
-   "fixed": {"network": "LeNet5", "data": "digits", "epochs": 3},
+   "fixed": {"network": "my_networks:Small", "data": "digits", "epochs": 3},
    "seeds": 5, "baseline": {"level": "O0"}, "metrics": ["accuracy", "seconds_per_step"]}
 "run" is "package.module:function" (default: mpkit.experiment.train); "fixed" are arguments of every cell that does
-not say otherwise.
-The finished cells go to the folder beside it, grid/; a file named stop in it ends the experiment; Ctrl-C does, too."""
+not say otherwise. A text of that form stands for what it names there, too.
+The finished cells go to the folder beside it, grid/; Ctrl-C ends the experiment, and the same line goes on with it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked: dict[str, Any] = read(options.grid) if options.grid.is_file() else {}
         else:
             asked = read(options.grid)
-            results = results_of(asked, folder, options.jobs, options.retry)
+            jobs = {} if options.jobs is None else {"n_jobs": options.jobs}
+            results = results_of(asked, folder, retry=options.retry, **jobs)
         print(told(results, asked.get("metrics")))
     except (OSError, TypeError, ValueError) as error:
         kept = "; what is finished is kept: give the same line again" if getattr(error, "errno", None) in FULL else ""
@@ -60,29 +61,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if results.failures else 0
 
 
-def results_of(asked: dict[str, Any], folder: Path, jobs: int | None = None, retry: bool = False) -> Results:
+def results_of(asked: dict[str, Any], folder: Path, **options: Any) -> Results:
     """The experiment that a grid file asks for."""
     sys.path.insert(0, str(Path.cwd()))  # "package.module:function" may lie beside the file, as with python -m
-    run = partial(found(asked["run"]) if "run" in asked else train, **asked.get("fixed", {}))
-    options = {key: asked[key] for key in ("seeds", "baseline", "n_jobs") if key in asked}
-    options |= {} if jobs is None else {"n_jobs": jobs}
-    return experiment(run, asked["grid"], folder=folder, retry=retry, **options)
+    given = {key: held for key, held in asked.items() if key not in ("run", "fixed", "metrics")} | options
+    run = found(asked["run"]) if "run" in asked else train
+    return experiment(partial(run, **resolved(asked.get("fixed", {}))), **resolved(given), folder=folder)
+
+
+def resolved(value: Any) -> Any:
+    """A value of the file, in which a text such as "package.module:name" is what it names."""
+    if isinstance(value, dict):
+        return {key: resolved(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [resolved(held) for held in value]
+    is_name = isinstance(value, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value)
+    return found(value) if is_name else value
+
+
+def found(name: str) -> Any:
+    """What "package.module:name" names. Raises ValueError when it names nothing, or when its module fails."""
+    try:
+        if ":" in name:
+            return pkgutil.resolve_name(name)
+        error: BaseException = ValueError("write it like my_runs:train, for the function train of my_runs.py")
+    except (Exception, SystemExit) as raised:
+        error = raised
+    raise ValueError(f"{name!r} cannot be imported: {type(error).__name__}: {short(error)}") from error
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a grid file asks for.
-
-    Raises:  ValueError for what is no JSON, or has no grid or unknown keys; FileNotFoundError.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; mpkit experiment --help shows what to write into one")
+    """What a grid file asks for. Raises ValueError for what is no JSON, TypeError for another kind; OSError."""
     asked = read_json(path)
-    if not isinstance(asked, dict) or "grid" not in asked or set(asked) - set(KEYS):
-        came = sorted(set(asked) - set(KEYS)) if isinstance(asked, dict) else type(asked).__name__
-        raise ValueError(f"{path} must be an object with 'grid' and perhaps {', '.join(KEYS)}; unknown: {came!s:.200}")
-    for key, kind in KINDS.items():
-        if key in asked and not isinstance(asked[key], kind):
-            raise ValueError(f"{path}: {key!r} must be of the kind shown by --help, got {asked[key]!r:.80}")
+    check_kind(str(path), asked, dict, "an object, as mpkit experiment --help shows")
+    check_kind("metrics", asked.get("metrics"), list, "a list of names", optional=True)
     return asked
 
 

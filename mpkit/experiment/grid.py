@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mpkit.arguments import is_whole
+from mpkit.arguments import check_kind, is_whole
 from mpkit.experiment.identity import Description, canonical, name_of
 from mpkit.experiment.store import MOST
 
@@ -31,47 +31,37 @@ def cells_of(grid: Any, describe: Description) -> list[Cell]:
     Args:    grid: a dict of lists (every combination), a list of dicts (these cells), or a dict of dicts (named cells).
     Raises:  TypeError, ValueError for another kind, an empty grid, a cell twice, or a value that cannot be stored.
     """
-    are_named = isinstance(grid, Mapping) and len(grid) > 0 and all(isinstance(c, Mapping) for c in grid.values())
-    names = list(grid) if are_named else []
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise TypeError(f"the names of cells are strings, got {wrong[0]!r}")
-    arguments = _arguments(list(grid.values()) if names else grid)
-    described = [{name: describe(value) for name, value in cell.items()} for cell in arguments]
-    seen: set[str] = set()
-    for cell in described:
-        text = canonical(cell)
-        if text in seen:
-            raise ValueError(f"the grid holds the cell {named(cell, list(cell))} twice; more runs of it are more seeds")
-        seen.add(text)
-    return [Cell(a, d, label) for a, d, label in zip(arguments, described, names or labels(described))]
-
-
-def _arguments(grid: object) -> list[dict[str, Any]]:
-    if isinstance(grid, Mapping):
-        for name, values in grid.items():
-            if isinstance(values, Set):
-                raise TypeError(f"grid[{name!r}] must be a list, got a set, which has no order; write {list(values)!r}")
-            alone = getattr(values, "ndim", 1) == 0  # an array of one number
-            if alone or isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-                raise TypeError(f"grid[{name!r}] must be a list of values, got {values!r}; write [{values!r}]")
-        lists = {name: list(values) for name, values in grid.items()}
-        if empty := [name for name, values in lists.items() if not values]:
-            raise ValueError(f"every list of the grid needs a value; empty: {empty}")
-        if (many := math.prod(map(len, lists.values()))) > MOST:
-            raise ValueError(f"an experiment has at most {MOST} runs, and this grid has {many} cells")
-        cells = [dict(zip(lists, choice)) for choice in itertools.product(*lists.values())]
-    elif isinstance(grid, Sequence) and not isinstance(grid, str) and all(isinstance(c, Mapping) for c in grid):
-        cells = [dict(cell) for cell in grid]
-    else:
+    names: list[str] = []
+    if isinstance(grid, Mapping) and grid and all(isinstance(cell, Mapping) for cell in grid.values()):
+        names, grid = list(grid), list(grid.values())
+        check_kind("the name of a cell", next((n for n in names if not isinstance(n, str)), ""), str, "a string")
+    arguments = _combined(grid) if isinstance(grid, Mapping) else grid
+    if not isinstance(arguments, Sequence) or not all(isinstance(cell, Mapping) for cell in arguments):
         raise TypeError(f"grid must be a dict of lists, a list of dicts or a dict of dicts, got {type(grid).__name__}")
-    if not cells:
+    if not arguments:
         raise ValueError("the grid is empty; it needs at least one cell")
-    for name in {name for cell in cells for name in cell}:
-        if not isinstance(name, str):
-            raise TypeError(f"the names of arguments in a grid are strings, got {name!r}")
+    for name in {name for cell in arguments for name in cell}:
+        check_kind("the name of an argument", name, str, "a string")
         if name == "seed":
             raise ValueError("a grid must not set seed; give the seeds to experiment(..., seeds=[...])")
-    return cells
+    described = [{name: describe(value) for name, value in cell.items()} for cell in arguments]
+    times = Counter(map(canonical, described))
+    for cell in described:
+        if times[canonical(cell)] > 1:
+            raise ValueError(f"the grid holds the cell {named(cell, list(cell))} twice; more runs of it are more seeds")
+    return [Cell(dict(a), d, label) for a, d, label in zip(arguments, described, names or labels(described))]
+
+
+def _combined(grid: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    """Every combination of the values in a dict of lists."""
+    for name, values in grid.items():
+        if isinstance(values, Set | str | bytes | Mapping) or not isinstance(values, Iterable):
+            raise TypeError(f"grid[{name!r}] must be a list of values, in an order, got {values!r}; write [...]")
+    lists = {name: list(values) for name, values in grid.items()}
+    many = math.prod(map(len, lists.values()))
+    if not 0 < many <= MOST:
+        raise ValueError(f"every list of the grid needs a value, and all together at most {MOST} cells, got {many}")
+    return [dict(zip(lists, choice)) for choice in itertools.product(*lists.values())]
 
 
 def seeds_of(seeds: object) -> list[int]:
@@ -79,17 +69,15 @@ def seeds_of(seeds: object) -> list[int]:
 
     Raises:  TypeError, ValueError for what is none, twice the same, or too many.
     """
-    if is_whole(seeds) and seeds > MOST:
-        raise ValueError(f"an experiment has at most {MOST} runs, got more seeds than that")
-    given = range(seeds) if is_whole(seeds) else seeds
+    given = range(min(seeds, MOST + 1)) if is_whole(seeds) else seeds
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"seeds must be how many, or a list of them, got {seeds!r}")
     found = list(given)
     if not all(map(is_whole, found)):
         raise TypeError(f"seeds are whole numbers, got {found}")
-    if not found or len(set(found)) < len(found) or not 0 <= min(found) <= max(found) < 2**64:
-        need = "at least 1, or a list of different whole numbers from 0 and below 2**64"
-        raise ValueError(f"seeds must be {need}, got {seeds!r}")
+    if not 0 < len(set(found)) == len(found) <= MOST or not 0 <= min(found) <= max(found) < 2**64:
+        need = f"from 1 to {MOST}, or a list of different whole numbers from 0 and below 2**64"
+        raise ValueError(f"seeds must be {need}, got {seeds!r:.80}")
     return [int(seed) for seed in found]
 
 

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import math
 import platform
-import re
 import sys
 import sysconfig
 import types
@@ -27,13 +26,8 @@ from joblib.hashing import NumpyHasher
 
 Plain = str | float | bool | list[Any] | dict[str, Any] | None
 """What JSON can hold."""
-_DRAW = ("view", "lessons", "bench")  # parts that no run computes with
-_COMPUTE = ("batches", "parts", "training")  # what `train` is; the rest of this part only runs and stores
-_AROUND = (property, staticmethod, classmethod, functools.cached_property, type(functools.cache(abs)))
-_INSIDE = ("fget", "fset", "fdel", "__func__", "func", "__wrapped__")  # what these hold
-_OF_EVERY_CLASS = frozenset(
-    ["__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__static_attributes__"]
-)
+CODE = (types.FunctionType, staticmethod, classmethod, property)
+_INSIDE = ("fget", "fset", "fdel", "__func__", "__wrapped__")  # where a property, a method or a cache holds functions
 
 
 def canonical(value: object) -> str:
@@ -51,7 +45,7 @@ class Description:
 
     `libraries` collects the packages that the described code refers to; their versions stand for their code.
 
-    Raises:  TypeError for what has no content that could be compared in another process.
+    Raises:  TypeError for what a run would change.
     """
 
     def __init__(self) -> None:
@@ -64,11 +58,10 @@ class Description:
             return [self(item) for item in value]
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return {key: self(value[key]) for key in sorted(value)}
-        finite = isinstance(value, float) and math.isfinite(value)
-        if value is None or finite or type(value) in (bool, int) or (type(value) is str and not _place(value)):
+        if value is None or type(value) in (bool, int, str) or (isinstance(value, float) and math.isfinite(value)):
             return value
         if id(value) not in self._known:
-            if isinstance(value, torch.nn.Module | Iterator) or _is_bare(value):
+            if isinstance(value, torch.nn.Module | Iterator):
                 own = f"a cell cannot hold the {type(value).__name__} object itself, which a run would change"
                 raise TypeError(f"{own}; pass what builds it, such as the class or `lambda: Network(hidden=64)`")
             self._known[id(value)] = value, {"is": _name(value), "hash": self.hash(value)}
@@ -77,14 +70,6 @@ class Description:
     def hash(self, value: object) -> str:
         """A digest of a value, and of all code of the reader's own that it refers to."""
         return _Hasher({}, self.libraries).hash(value)
-
-
-def _is_bare(value: object) -> bool:
-    """Whether pickle cannot take it apart, and it is no code, which is read: a lock, an open file."""
-    try:
-        return not (isinstance(value, types.FunctionType | type) or value.__reduce_ex__(2))
-    except Exception:
-        return True
 
 
 class _Hasher(NumpyHasher):
@@ -108,31 +93,25 @@ class _Hasher(NumpyHasher):
 
     def content(self, value: Any) -> tuple[object, ...] | None:
         """What tells a value from others; None where pickle takes it apart as it should be."""
-        if isinstance(value, str):
-            return (self.part(found),) if (found := _place(value)) else None
         if isinstance(value, set | frozenset):  # whose order changes from process to process
             return type(value).__name__, sorted(map(self.part, value))
         if isinstance(value, torch.Tensor):
-            return value.dtype, value.shape, _bytes(value.detach())
+            plain = torch.empty(0) if value.is_meta else value.detach().cpu().to_dense().resolve_conj().resolve_neg()
+            return value.dtype, value.shape, plain.reshape(-1).contiguous().view(torch.uint8).numpy()
         if isinstance(value, types.ModuleType):
             self.is_library(value.__name__)
             return (value.__name__,)
         if isinstance(value, types.CodeType):
             return self.code(value)
-        if isinstance(value, _AROUND):
-            return tuple(self.part(getattr(value, name, None)) for name in _INSIDE)
-        for plain in ("_torchdynamo_orig_callable", "_orig_mod"):  # what was compiled: its own objects change in use
-            if not isinstance(value, type) and plain in getattr(value, "__dict__", {}) | getattr(value, "_modules", {}):
-                return (self.part(getattr(value, plain)),)
         if isinstance(value, types.FunctionType | type):
             if self.is_library(value.__module__) and "<" not in value.__qualname__:
                 return value.__module__, value.__qualname__
             return self.once(value, self.class_ if isinstance(value, type) else self.function)
         try:
             reduced = value.__reduce_ex__(2)
-        except Exception:  # a lock, an open file
-            return self.once(value, self.bare)
-        return (type(value).__qualname__, reduced) if isinstance(reduced, str) else None
+        except Exception:  # a property, a lock, an open file
+            return self.once(value, self.named)
+        return self.named(value) if isinstance(reduced, str) else None
 
     def is_library(self, module: str | None) -> bool:
         package = (module or "").partition(".")[0]
@@ -146,14 +125,14 @@ class _Hasher(NumpyHasher):
         self.seen[id(value)] = len(self.seen), value
         return parts(value)
 
-    def bare(self, value: object) -> tuple[object, ...]:
-        """What pickle cannot take apart is named by its kind and its attributes."""
-        held = getattr(value, "__dict__", {})
-        return type(value).__qualname__, [(name, self.part(held[name])) for name in sorted(held)]
+    def named(self, value: object) -> tuple[object, ...]:
+        """What pickle cannot take apart, or knows by its name: that, its kind, its attributes and functions inside."""
+        held = {name: getattr(value, name, None) for name in _INSIDE} | getattr(value, "__dict__", {})
+        return type(value).__qualname__, _name(value), [(name, self.part(held[name])) for name in sorted(held)]
 
     def class_(self, value: type) -> tuple[object, ...]:
-        members = {k: self.part(v) for k, v in vars(value).items() if k not in _OF_EVERY_CLASS and k[:5] != "_abc_"}
-        return [self.part(base) for base in value.__bases__], members
+        own = {k: v for k, v in vars(value).items() if isinstance(v, CODE) or not k.startswith(("__", "_abc_"))}
+        return [self.part(base) for base in value.__bases__], {k: self.part(v) for k, v in own.items()}
 
     def function(self, value: types.FunctionType) -> tuple[object, ...]:
         cells = []
@@ -199,63 +178,37 @@ class _Hasher(NumpyHasher):
         return found
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    if tensor.is_meta or not tensor.numel():
-        return b""
-    flat = tensor.cpu().to_dense().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    return flat.view(torch.uint8).numpy().tobytes()
-
-
-def _place(text: str) -> object:
-    """What "package.module:name" names in the reader's own code; None for any other text."""
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text):
-        return None
-    module, _, name = text.partition(":")
-    if is_installed(module.partition(".")[0]):
-        return None
-    with contextlib.suppress(Exception):  # the run says so itself
-        return getattr(importlib.import_module(module), name, None)
-    return None
-
-
 @functools.cache
 def is_installed(package: str) -> bool:
     """Whether a package is Python's or somebody's release, which its version describes, and not the reader's own code.
 
     It goes by where the package lies: a reader's own `calendar.py` is the reader's.
     """
-    if package in ("mpkit", *sys.builtin_module_names):
-        return True
+    if package in ("mpkit", "__main__"):
+        return package == "mpkit"
     try:
-        spec = find_spec(package) if package not in ("", "__main__") else None
-    except ValueError:  # a module that no file was read for
+        spec = find_spec(package)
+    except ValueError:  # no name, or a module that no file was read for
         return False
-    if spec is None or spec.origin in ("frozen", "built-in"):
-        return spec is not None
-    place = Path(spec.origin or next(iter(spec.submodule_search_locations or ()), ""))
-    python = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    return not {"site-packages", "dist-packages"}.isdisjoint(place.parts) or any(map(place.is_relative_to, python))
+    place = str(spec and (spec.origin or spec.submodule_search_locations))
+    homes = ["site-packages", "dist-packages", sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    return place in ("built-in", "frozen") or any(home in place for home in homes)
 
 
 def versions(libraries: set[str]) -> dict[str, str]:
     """Library -> version, of Python, torch, NumPy, mpkit and the packages named."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2]), "mpkit": _mpkit()}
-    for name in sorted({"numpy", "torch", *libraries} - {"mpkit", *sys.stdlib_module_names}):
-        for distribution in (name, *importlib.metadata.packages_distributions().get(name, [])[:1]):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.version(distribution)
-                break
-    return found
+    found, releases = {}, importlib.metadata.packages_distributions()
+    for name in sorted({"numpy", "torch", *libraries}):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(releases.get(name, [name])[0])
+    return {**found, "python": ".".join(platform.python_version_tuple()[:2]), "mpkit": _mpkit()}
 
 
 @functools.cache
 def _mpkit() -> str:
-    """mpkit's version and a digest of what it computes with, so that a checkout that is worked on counts as changed."""
-    home = Path(__file__).parents[1]
-    parts = [p for p in sorted(home.rglob("*.py")) if p.relative_to(home).parts[0] not in (*_DRAW, "experiment")]
-    parts += [Path(__file__).with_name(f"{name}.py") for name in _COMPUTE]
-    version = importlib.import_module("mpkit").__version__
-    return f"{version}+{sha256(b''.join(p.read_bytes() for p in parts)).hexdigest()[:8]}"
+    """mpkit's version and a digest of its code, so that a checkout that is worked on counts as changed."""
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
+    return f"{importlib.import_module('mpkit').__version__}+{sha256(code).hexdigest()[:8]}"
 
 
 def _name(value: Any) -> str:

@@ -16,7 +16,6 @@ from mpkit.arguments import is_number
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, OptimizerProcess
 from mpkit.boost.config import FLAGS
 from mpkit.casting import LEVELS, Recipe, auto_mixed_precision, cast_like
-from mpkit.experiment.batches import found
 from mpkit.formats import FloatFormat, get_format
 from mpkit.optimizers.arguments import Rate
 from mpkit.policies import ScalePolicy, preset
@@ -50,10 +49,9 @@ def network_of(network: object) -> nn.Module:
     if isinstance(network, nn.Module):
         built = f"a {type(network).__name__} that is built already, whose weights would not follow the seed"
         raise TypeError(f"network must be what builds a network, got {built}; pass the class, or `lambda: Network()`")
-    if isinstance(network, str) and ":" not in network and not hasattr(networks, network):
-        raise ValueError(f"mpkit.networks has no {network!r}; give a class, a function, or 'package.module:name'")
-    if isinstance(network, str):
-        network = found(network if ":" in network else f"{networks.__name__}:{network}")
+    if isinstance(network, str) and network not in networks.__all__:
+        raise ValueError(f"mpkit.networks has no {network!r}; pass the class, or a function that builds the network")
+    network = getattr(networks, network) if isinstance(network, str) else network
     if not callable(network):
         raise TypeError(f"network must be a class, a function or a name, got {network!r}")
     if not isinstance(net := network(), nn.Module):
@@ -90,14 +88,6 @@ def format_of(dtype: Dtype) -> torch.dtype | FloatFormat:
         native = {"float16": torch.float16, "bfloat16": torch.bfloat16}
         return native[dtype] if dtype in native else get_format(dtype)
     return dtype
-
-
-def low_format(level: Casts, dtype: Dtype, recipe: str | Recipe | None) -> str:
-    """The name of the format whose range bounds the scaled gradients."""
-    if recipe is not None or level == "O0":
-        return "fp32"
-    low = format_of(dtype)
-    return low.name if isinstance(low, FloatFormat) else {torch.bfloat16: "bf16"}.get(low, "fp16")
 
 
 def cast_network(net: nn.Module, level: Casts, dtype: Dtype, recipe: str | Recipe | None) -> None:

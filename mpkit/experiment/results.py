@@ -6,7 +6,6 @@ import atexit
 import math
 import os
 import shutil
-import statistics
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.arguments import check_count
+from mpkit.arguments import check_count, check_kind
 from mpkit.experiment.identity import name_of
-from mpkit.experiment.statistics import Paired, holm, mean_of, paired, student_quantile
-from mpkit.experiment.store import INDEX, Folder, Row, cell_key, index_text
+from mpkit.experiment.statistics import Paired, holm, paired
+from mpkit.experiment.store import INDEX, Row, cell_key, folder_at, index_text, read_index, read_rows
 from mpkit.experiment.verdict import concluded, direction
 from mpkit.files import check_growth, refused, regular, write_whole
-from mpkit.record import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,8 +45,7 @@ class Results:
     """
 
     def __init__(self, index: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, stopped: bool = False) -> None:
-        if not (isinstance(index, Mapping) and {"cells", "seeds"} <= set(index)):
-            raise TypeError(f"index must be a dict with the keys 'cells' and 'seeds', got {index!r:.100}")
+        check_kind("index", index, Mapping, "a dict with the keys 'cells' and 'seeds'")
         self.labels: list[str] = [cell["label"] for cell in index["cells"]]
         self.seeds: list[int] = list(index["seeds"])
         self.folder, self.stopped = folder, stopped
@@ -75,11 +72,10 @@ class Results:
             except Exception:
                 shutil.rmtree(unpacked)
                 raise
-        place = Folder(folder)
-        index, there = place.read_index(), place.names()
-        stems = [f"{cell_key(c['cell'], s)}-{index['code']}" for c in index["cells"] for s in index["seeds"]]
-        rows = [row for stem in stems if stem in there and (row := place.read(stem)) is not None]
-        return cls(index, rows, folder=place.path)
+        place = folder_at(folder)
+        index = read_index(place)
+        stems = (f"{cell_key(c['cell'], s)}-{index['code']}" for c in index["cells"] for s in index["seeds"])
+        return cls(index, list(read_rows(place, stems)), folder=place)
 
     def first(self, seeds: int) -> Results:
         """What would be known if only the first `seeds` seeds had been run.
@@ -183,29 +179,20 @@ class Results:
 
         Raises:  ValueError for a run that is not there, failed, or returned no such series.
         """
-        held = self._row(cell, seed).arrays("series/")
+        held = self._row(cell, seed).series()
         if name not in held:
             raise ValueError(f"this run returned no series {name!r}; there are {', '.join(held) or 'none'}")
         return held[name]
 
-    def trace(self, cell: int | str, seed: int | None = None) -> Trace:
-        """The trace of the run of a cell from a seed (None: the first seed that is there)."""
-        row = self._row(cell, seed)
-        if not (arrays := row.arrays("trace/")):
-            raise ValueError("this run returned no Trace; with `train` ask for one by trace=True")
-        return Trace.of_arrays(arrays, row.path)
-
-    def difference(self, cell: int | str, metric: str, baseline: int | str | None = None) -> Paired | None:
-        """The paired difference to the baseline over the seeds that both have; None where they share no finite one.
+    def difference(self, cell: int | str, metric: str) -> Paired:
+        """The paired difference to the baseline over the seeds of which both have finite numbers.
 
         Two numbers that agree to twelve digits differ by 0: what is left is the order in which something was summed.
         """
         i = self.number(cell)
-        j = self._index["cells"][i]["baseline"] if baseline is None else self.number(baseline)
-        own, other = self.values(i, metric), self.values(j, metric)
+        own, other = self.values(i, metric), self.values(self._index["cells"][i]["baseline"], metric)
         both = [0.0 if math.isclose(own[s], other[s], rel_tol=1e-12) else own[s] - other[s] for s in own if s in other]
-        finite = [d for d in both if math.isfinite(d)]
-        return paired(finite) if finite else None
+        return paired([d for d in both if math.isfinite(d)])
 
     def summary(self, metric: str, *, higher_is_better: bool | None = None) -> pd.DataFrame:
         """One row a cell: mean, spread, the difference to its baseline seed by seed, and what can be concluded.
@@ -222,28 +209,23 @@ class Results:
         import pandas as pd
 
         against = [cell["baseline"] for cell in self._index["cells"]]
-        found = [None if i == j else self.difference(i, metric) for i, j in enumerate(against)]
-        corrected = holm([math.nan if d is None else d.p for d in found])
+        found = [paired([]) if i == j else self.difference(i, metric) for i, j in enumerate(against)]
+        corrected = holm([d.p for d in found])
         tests = sum(not math.isnan(p) for p in corrected)
         up = direction(metric) if higher_is_better is None else higher_is_better
         rows = []
         for i, (d, p) in enumerate(zip(found, corrected)):
-            finite, done = self._finite(i, metric), sum((i, s) in self._rows for s in self.seeds)
+            own, done = self._own(i, metric), sum((i, s) in self._rows for s in self.seeds)
             base = self.labels[against[i]] if against[i] != i else None
-            paired_ = (math.nan,) * 4 if d is None else (d.mean, d.low, d.high, d.p)
-            mean, spread = mean_of(finite) if finite else math.nan, _spread(finite)
-            said = concluded(self.labels[i], base, finite, done, d, p, tests, up)
-            rows.append((len(finite), mean, spread, *paired_, p, *said))
+            said = concluded(self.labels[i], base, own, done, d, p, tests, up)
+            rows.append((own.n, own.mean, own.spread, d.mean, d.low, d.high, d.p, p, *said))
         columns = ["n", "mean", "spread", "difference", "low", "high", "p", "p_holm", "verdict", "sentence"]
         return pd.DataFrame(rows, columns=columns, index=pd.Index(self.labels, name="cell"))
 
     def interval(self, cell: int | str, metric: str) -> tuple[float, float, float]:
         """(low, mean, high) of a cell: its mean and the ends of its 95 % interval; NaN where they cannot be known."""
-        finite = self._finite(cell, metric)
-        mean, half = mean_of(finite) if finite else math.nan, math.nan
-        if len(finite) > 1:
-            half = student_quantile(0.975, len(finite) - 1) * _spread(finite) / math.sqrt(len(finite))
-        return mean - half, mean, mean + half
+        own = self._own(cell, metric)
+        return own.low, own.mean, own.high
 
     def plot(
         self, metric: str = "accuracy", *, against: str = "seconds_per_step", kind: str = "cost", cells: Any = None
@@ -272,8 +254,8 @@ class Results:
             raise ValueError(f"cells are numbered 0 to {len(self.labels) - 1}, got {cell}")
         return cell
 
-    def _finite(self, cell: int | str, metric: str) -> list[float]:
-        return [v for v in self.values(cell, metric).values() if math.isfinite(v)]
+    def _own(self, cell: int | str, metric: str) -> Paired:
+        return paired([v for v in self.values(cell, metric).values() if math.isfinite(v)])
 
     def _row(self, cell: int | str, seed: int | None) -> Row:
         ended = {s: row for (_, s), row in self._ordered(cell).items()}
@@ -281,7 +263,3 @@ class Results:
             label = self.labels[self.number(cell)]
             raise ValueError(f"{label} has no run from seed {seed} that ended well; it has {list(ended)}")
         return next(iter(ended.values())) if seed is None else ended[seed]
-
-
-def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else math.nan

@@ -33,14 +33,6 @@ def student_cdf(t: float, df: int) -> float:
     return min(max(0.5 + both / 2, 0.0), 1.0)  # far out the last bits would lead below 0
 
 
-def mean_of(values: Sequence[float]) -> float:
-    """The mean of finite numbers, of the largest too, whose sum is beyond float64."""
-    try:
-        return statistics.fmean(values)
-    except OverflowError:
-        return statistics.mean(values)
-
-
 @cache
 def student_quantile(probability: float, df: int) -> float:
     """The t with P(T <= t) = probability, for a probability of 0.5 or more and below 1.
@@ -61,13 +53,10 @@ def student_quantile(probability: float, df: int) -> float:
 
 @dataclass(frozen=True)
 class Paired:
-    """The mean of `n` paired differences with its uncertainty.
+    """The mean of `n` numbers, paired differences say, with its uncertainty.
 
-    mean, spread:  of the differences; spread is the standard deviation (n - 1), NaN for a single one.
-    low, high:     95 % interval of the mean by Student's t; NaN for a single difference.
-    p:             two-sided p-value of the paired t test against no difference; NaN for a single difference.
-    more:          further seeds until a true difference of this size would be found in 4 of 5 studies; 0 when this
-                   study has enough, None when it is over `ENOUGH` or cannot be known.
+    mean, spread:  of the numbers; spread is the standard deviation (n - 1). low, high: 95 % interval of the mean by
+                   Student's t. p: two-sided p-value of the t test against a mean of 0. NaN where there are too few.
     """
 
     n: int
@@ -76,31 +65,29 @@ class Paired:
     low: float
     high: float
     p: float
-    more: int | None
+
+    @property
+    def more(self) -> int | None:
+        """Further seeds until a true difference of this size would be found in 4 of 5 studies; 0 when this study has
+        enough, None when it is over `ENOUGH` or cannot be known."""
+        return more_seeds(self.mean, self.spread, self.n)
 
 
 def paired(differences: Sequence[float]) -> Paired:
     """What the differences, one per seed, say about their mean.
 
-    Raises:  ValueError without a difference.
-
     >>> paired([1.0, 2.0, 3.0]).low < 0 < paired([2.0, 2.1, 2.2]).low
     True
     """
-    n = len(differences)
-    if n == 0:
-        raise ValueError("a paired difference needs at least one seed that both cells finished, got none")
-    mean = mean_of(differences)
-    if n == 1:
-        return Paired(1, mean, math.nan, math.nan, math.nan, math.nan, None)
-    spread = statistics.stdev(differences)
+    n, nan = len(differences), math.nan
+    if n < 2:
+        return Paired(n, differences[0] if n else nan, nan, nan, nan, nan)
+    mean, spread = statistics.fmean(differences), statistics.stdev(differences)
     if spread <= 1e-12 * max(abs(d) for d in differences):  # equal but for rounding, all zero included
-        same = mean == 0
-        return Paired(n, mean, 0.0, mean, mean, 1.0 if same else 0.0, None if same else 0)
+        return Paired(n, mean, 0.0, mean, mean, 1.0 if mean == 0 else 0.0)
     error = spread / math.sqrt(n)
     half = student_quantile(0.975, n - 1) * error
-    p = 2 * student_cdf(-abs(mean) / error, n - 1)
-    return Paired(n, mean, spread, mean - half, mean + half, p, more_seeds(mean, spread, n))
+    return Paired(n, mean, spread, mean - half, mean + half, 2 * student_cdf(-abs(mean) / error, n - 1))
 
 
 def more_seeds(difference: float, spread: float, n: int) -> int | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ from torch import Tensor
 
 from mpkit.experiment.identity import canonical, digest
 from mpkit.files import read_json, read_npz, short, write_whole
-from mpkit.record import Trace
 
 SCHEMA = "mpkit.experiment/2"
 MOST = 10**7  # runs of one experiment
-INDEX, STOP = "experiment.json", "stop"
+INDEX = "experiment.json"
 _KINDS = {"seed": int, "alone": bool, "seconds": float, "code": str, "error": str}
 _KINDS |= dict.fromkeys(("cell", "numbers", "versions"), dict)
 
@@ -60,24 +58,16 @@ class Row:
     @property
     def path(self) -> Path:
         """Its file."""
-        return self.folder / f"{self.stem}.npz"
+        return file_of(self.folder, self.stem)
 
-    def arrays(self, prefix: str) -> dict[str, np.ndarray]:
-        """Name -> array of what the run returned, "series/" or "trace/". Raises ValueError for a damaged file."""
+    def series(self) -> dict[str, np.ndarray]:
+        """Name -> series that the run returned. Raises ValueError for a damaged file."""
         held = read_npz(self.path)
-        return {name.removeprefix(prefix): array for name, array in held.items() if name.startswith(prefix)}
-
-    def packed(self, arrays: Mapping[str, np.ndarray]) -> bytes:
-        """The file of the run."""
-        head = {"schema": SCHEMA, **{key: getattr(self, key) for key in _KINDS}}
-        head["numbers"] = {k: v if math.isfinite(v) else str(v) for k, v in self.numbers.items()}
-        held = io.BytesIO()
-        np.savez_compressed(held, head=np.array(canonical(head)), **dict(arrays))  # type: ignore[arg-type]
-        return held.getvalue()
+        return {name.removeprefix("series/"): array for name, array in held.items() if name.startswith("series/")}
 
     @classmethod
-    def unpacked(cls, path: Path) -> Row:
-        """The reverse of `packed`. Raises ValueError when the file is none of a run, or that of another."""
+    def read(cls, path: Path) -> Row:
+        """The row of a file. Raises ValueError and more when the file is none of a run, or that of another."""
         head = json.loads(str(read_npz(path, ["head"])["head"]))
         if not isinstance(head, dict) or head.pop("schema", None) != SCHEMA:
             raise ValueError("the file is of another version of mpkit")
@@ -100,112 +90,90 @@ def code_key(code: str, versions: Mapping[str, str]) -> str:
     return digest(canonical([code, versions]))[:12]
 
 
+def file_of(folder: Path, stem: str) -> Path:
+    """Where a finished run lies."""
+    return folder / f"{stem}.npz"
+
+
 def sorted_out(result: object) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """What a run returned: name -> number, and name -> array of its series and its trace.
+    """What a run returned: name -> number, and name -> array of its series.
 
     Raises:  TypeError for anything else, so that the cell fails where its author sees it.
     """
-    numbers, arrays = dict[str, float](), dict[str, np.ndarray]()
-    if isinstance(result, Trace):
-        trace, result = result, {"trace": result, "steps": len(result)}
-        if len(trace):
-            result |= {"loss": trace.loss, "scale": trace.scale, "skipped": trace.overflow.sum()}
-            result |= {"final_loss": trace.loss[-1], "last_scale": trace.scale[-1]}
+    numbers, series = dict[str, float](), dict[str, np.ndarray]()
     if not isinstance(result, Mapping):
-        raise TypeError(f"a run returns a dict of numbers and series, or a Trace, got {type(result).__name__}")
+        raise TypeError(f"a run returns a dict of numbers and series, got {type(result).__name__}")
     for name, value in result.items():
-        if isinstance(value, Trace):
-            if "trace/head" in arrays:
-                raise TypeError(f"a run returns at most one Trace, {name!r} is the second")
-            arrays |= {f"trace/{key}": array for key, array in value.arrays().items()}
-            continue
-        if isinstance(value, list | tuple):  # of losses that were not read by .item(), say
-            value = [_as_array(item) for item in value]
-        array = np.asarray(_as_array(value))
+        # a list of losses that were not read by .item(), say
+        array = np.asarray([_as_array(v) for v in value] if isinstance(value, list | tuple) else _as_array(value))
         if array.dtype.kind not in "biuf":
             kind = type(value).__name__
             raise TypeError(f"a run returns numbers and series of numbers; {name!r} is {kind} of {array.dtype}")
         if array.ndim:
-            arrays[f"series/{name}"] = array
+            series[str(name)] = array
         else:
             numbers[str(name)] = float(array)
-    return numbers, arrays
+    return numbers, series
 
 
 def _as_array(value: object) -> Any:
     """A tensor as an array, wherever it lies; None as NaN, all else as it is."""
     if not isinstance(value, Tensor):
         return math.nan if value is None else value
-    value = value.detach().cpu()
     narrow = value.is_floating_point() and value.dtype.itemsize < 4  # NumPy has no bfloat16 and no eight bits
-    return (value.float() if narrow else value).numpy()
+    return (value.float() if narrow else value).numpy(force=True)
 
 
-class Folder:
-    """The files of one experiment. Any number of processes may read and write it at the same time.
+def store(folder: Path, row: Row, series: Mapping[str, np.ndarray]) -> None:
+    """Write the file of a run. Raises OSError of the disk."""
+    head = {"schema": SCHEMA, **{key: getattr(row, key) for key in _KINDS}}
+    head["numbers"] = {k: v if math.isfinite(v) else str(v) for k, v in row.numbers.items()}
+    arrays: dict[str, Any] = {"head": np.array(canonical(head)), **{f"series/{k}": v for k, v in series.items()}}
+    # not forced to the disk: a file that a power cut has torn is noticed by its checksums and run again
+    write_whole(file_of(folder, row.stem), lambda file: np.savez_compressed(file, **arrays), sync=False)
 
-    Args:    path: ~ is the home folder; a relative one stays where it was though a run changes the working folder.
-    Raises:  ValueError when the path is a file.
-    """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).expanduser().absolute()
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file; give the folder that the finished cells are to lie in")
-
-    @property
-    def stopping(self) -> bool:
-        """Whether somebody asked to start no further cell."""
-        return (self.path / STOP).exists()
-
-    def names(self) -> set[str]:
-        """Stems of all finished cells, by their names alone."""
-        with os.scandir(self.path) as entries:
-            return {e.name[:-4] for e in entries if e.name.endswith(".npz")}
-
-    def file(self, stem: str) -> Path:
-        return self.path / f"{stem}.npz"
-
-    def read(self, stem: str) -> Row | None:
-        """A finished cell; None when there is none, and with a warning when its file cannot be used."""
+def read_rows(folder: Path, stems: Iterable[str]) -> Iterator[Row]:
+    """The finished runs among these; with a warning where a file cannot be used."""
+    for path in (file_of(folder, stem) for stem in stems):
         try:
-            return Row.unpacked(self.file(stem))
+            yield Row.read(path)
         except FileNotFoundError:
-            return None
+            continue
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError) as error:
-            warning = f"{self.file(stem)} is left out and will be run again: {short(error)}"
+            warning = f"{path} is left out and will be run again: {short(error)}"
             warnings.warn(warning, RuntimeWarning, stacklevel=2)
-            return None
 
-    def write(self, stem: str, data: bytes) -> None:
-        # not forced to the disk: a file that a power cut has torn is noticed by its checksums and run again
-        write_whole(self.file(stem), lambda file: file.write(data), sync=False)
 
-    def begin(self, index: Mapping[str, Any]) -> None:
-        """Make the folder where it is missing, end an earlier request to stop, note what is asked for."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / STOP).unlink(missing_ok=True)
-        write_whole(self.path / INDEX, lambda file: file.write(index_text(index).encode()), sync=False)
-
-    def read_index(self) -> dict[str, Any]:
-        """What the last call asked for: its cells in order, each with label and baseline, and seeds.
-
-        Raises:  FileNotFoundError where that is not there or not readable.
-        """
-        kinds = {"cell": dict, "label": str, "baseline": int}
-        try:
-            index = read_json(self.path / INDEX)
-            cells = index["cells"]
-            fits = index["schema"] == SCHEMA and type(index["code"]) is str
-            fits &= {type(seed) for seed in index["seeds"]} <= {int}
-            fits &= all(type(c[key]) is kind for c in cells for key, kind in kinds.items())
-            if fits and all(0 <= c["baseline"] < len(cells) for c in cells):
-                return index
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        raise FileNotFoundError(f"no experiment in {self.path}; experiment(run, grid, folder=...) makes one")
+def folder_at(path: str | os.PathLike[str]) -> Path:
+    """The folder of an experiment: ~ is the home folder; a relative one stays where it was though a run changes the
+    working folder. Raises ValueError when the path is a file."""
+    folder = Path(path).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give the folder that the finished cells are to lie in")
+    return folder
 
 
 def index_text(index: Mapping[str, Any]) -> str:
-    """The file that names what was asked for."""
+    """The file that names what was asked for: cells in order, each with label and baseline, seeds, key of the code."""
     return json.dumps({"schema": SCHEMA, **index}, indent=1)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What the last call asked for.
+
+    Raises:  FileNotFoundError where that is not there or not readable.
+    """
+    kinds = {"cell": dict, "label": str, "baseline": int}
+    with_reason = f"no experiment in {folder}; experiment(run, grid, folder=...) makes one"
+    try:
+        index = read_json(folder / INDEX)
+        cells, seeds = index["cells"], index["seeds"]
+        fits = index["schema"] == SCHEMA and type(index["code"]) is str and {type(seed) for seed in seeds} <= {int}
+        fits &= all(type(c[key]) is kind for c in cells for key, kind in kinds.items())
+        fits &= all(0 <= c["baseline"] < len(cells) for c in cells)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileNotFoundError(with_reason) from error
+    if not fits:
+        raise FileNotFoundError(with_reason)
+    return index

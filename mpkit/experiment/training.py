@@ -6,7 +6,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from mpkit.device import default_device
 from mpkit.experiment import parts
 from mpkit.experiment.batches import batches_of, pair_of
 from mpkit.optimizers.arguments import Rate
-from mpkit.record import Recorder
 from mpkit.step import StepOutcome
 from mpkit.step.build import widened
 
@@ -45,14 +43,13 @@ def train(
     epochs: int = 5,
     batch: int = 32,
     seed: int = 0,
-    trace: bool = False,
     keep: bool = False,
 ) -> dict[str, Any]:
     """Train a network from one seed and measure it.
 
     Args:
         network:   what builds it: a class or function without arguments, the name of one in `mpkit.networks`
-                   ("Network", "LeNet5", "TinyGPT"), or "package.module:name".
+                   ("Network", "LeNet5", "TinyGPT").
         data:      "digits" (28x28), "digits8" (8x8), "mnist"; (x, y) or ((x, y), (test_x, test_y)) tensors or arrays;
                    a Dataset of samples (x, y); anything else that can be iterated for batches (x, y), a DataLoader say;
                    {"train": ..., "test": ...} of these; or a function that returns one of them. x and y may be nests
@@ -71,23 +68,21 @@ def train(
                    "grad_centralization"), a configuration of `AutoBoost` (its "level" beside the sections), or one.
         recipe:    a recipe that `cast_like` knows, by name or as an object, in place of `level`.
         epochs, batch, seed:  epochs (>= 1), rows of a batch made here, what fixes weights and order.
-        trace:     also return the `Trace` of the run.
         keep:      also return the trained `network`; not in an experiment, which stores numbers.
     Returns:  loss (per step), final_loss (mean of the last epoch), accuracy (percent, after the last epoch, without
               labels -100) and accuracy_curve (after every epoch) where labels are classes and the output has two or
               more columns of scores, else test_loss and test_loss_curve;
               step_seconds (each step), seconds_per_step, skipped (steps), last_scale and scale (per step; 1 without
-              scaling), peak_memory_mib, and the trace and the network if asked for.
+              scaling), on a GPU peak_memory_mib, and the network if asked for.
     Units:    seconds_per_step is the median of a step's wall time after the first 5; on a GPU the mean, the device
-              waited for at both ends. peak_memory_mib is what torch allocated on a GPU; on Linux the largest resident
-              size of the process while it trained; NaN elsewhere.
+              waited for at both ends. peak_memory_mib is what torch allocated.
     Raises:   TypeError, ValueError for arguments, before a step is made.
     """
-    for name, value in (("epochs", epochs), ("batch", batch)):
-        check_count(name, value)
+    check_count("epochs", epochs)
+    check_count("batch", batch)
     if recipe is not None and level != "O0":
         raise ValueError(f"a recipe says itself what is cast, so level stays 'O0' with it, got {level!r}")
-    check_flags(trace=trace, keep=keep)
+    check_flags(keep=keep)
     device = default_device()
     torch.manual_seed(seed)
     batches, test, steps = batches_of(data, batch, seed, device)
@@ -96,15 +91,13 @@ def train(
     parts.cast_network(net, level, dtype, recipe)
     function = parts.usual_loss if loss is None else loss
     wide, sense = recipe is not None or level != "O0", parts.scaler_of(scaler, net)
-    recorder = Recorder(net, rule, format=parts.low_format(level, dtype, recipe)) if trace else None
-    cell = parts.step_of(net, function, wide, rule, sense, boost=auto, hooks=[recorder] if recorder else [])
-    clock = _Clock(device)
+    cell, clock = parts.step_of(net, function, wide, rule, sense, boost=auto), _Clock(device)
     outcomes, tests = list[StepOutcome](), list[tuple[str, float]]()
     for _ in range(epochs):
         outcomes += _steps(cell, batches, device, clock)
         tests += [] if test is None else [_tested(net, function, test, device)]
     result = _told(outcomes, tests, steps, clock)
-    return result | ({"trace": recorder.trace()} if recorder else {}) | ({"network": net} if keep else {})
+    return result | ({"network": net} if keep else {})
 
 
 def _told(outcomes: list[StepOutcome], tests: list[tuple[str, float]], steps: int, clock: _Clock) -> dict[str, Any]:
@@ -116,7 +109,7 @@ def _told(outcomes: list[StepOutcome], tests: list[tuple[str, float]], steps: in
         result |= {name: tests[-1][1], f"{name}_curve": [value for _, value in tests]}
     skipped = int(torch.stack([o.overflow.any() for o in outcomes]).sum())
     result |= {"skipped": skipped, "last_scale": scales[-1], "scale": scales, "step_seconds": list(clock.seconds)}
-    return result | {"seconds_per_step": clock.per_step(), "peak_memory_mib": clock.peak()}
+    return result | clock.told()
 
 
 def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, clock: _Clock) -> list[StepOutcome]:
@@ -176,7 +169,7 @@ def _moved(value: object, device: torch.device) -> Any:
 
 
 class _Clock:
-    """Wall time of the steps made inside it, and the largest memory in use since it was made."""
+    """Wall time of the steps made inside it; on a GPU the largest memory in use since it was made, too."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -184,8 +177,6 @@ class _Clock:
         gc.collect()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
-        else:
-            _asked_of_linux("clear_refs", "5")  # the kernel forgets the largest resident size so far
 
     def __enter__(self) -> None:
         if self.cuda and len(self.seconds) == WARM:
@@ -195,28 +186,12 @@ class _Clock:
     def __exit__(self, *_: object) -> None:
         self.seconds.append(time.perf_counter() - self.start)
 
-    def per_step(self) -> float:
-        """Seconds; of the first steps too where there are no others."""
+    def told(self) -> dict[str, float]:
+        """Seconds of a step, those of the first ones where there are no others, and the peak of a GPU's memory."""
         timed = self.seconds[WARM:] or self.seconds
-        if self.cuda:
-            start = time.perf_counter()
-            torch.cuda.synchronize()
-            timed[-1] += time.perf_counter() - start  # what was still queued
-            return statistics.fmean(timed)
-        return statistics.median(timed)
-
-    def peak(self) -> float:
-        """MiB; NaN where the system does not tell."""
-        if self.cuda:
-            return torch.cuda.max_memory_allocated() / 2**20
-        told = _asked_of_linux("status").partition("VmHWM:")[2].split()
-        return float(told[0]) / 1024 if told else float("nan")
-
-
-def _asked_of_linux(name: str, text: str | None = None) -> str:
-    """What the kernel tells of this process, "" elsewhere; or the text is written there."""
-    path = Path("/proc/self") / name
-    try:
-        return path.read_text() if text is None else str(path.write_text(text))
-    except OSError:
-        return ""
+        if not self.cuda:
+            return {"seconds_per_step": statistics.median(timed)}
+        start = time.perf_counter()
+        torch.cuda.synchronize()
+        whole = sum(timed) + time.perf_counter() - start  # what was still queued
+        return {"seconds_per_step": whole / len(timed), "peak_memory_mib": torch.cuda.max_memory_allocated() / 2**20}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from mpkit.experiment.statistics import Paired, mean_of
+from mpkit.experiment.statistics import Paired
 
 UP = ("accuracy", "score", "auc", "bleu", "speed", "per_second")
 DOWN = ("loss", "error", "second", "memory", "skipped", "perplexity")
@@ -23,29 +21,26 @@ def direction(metric: str) -> bool | None:
     return False if any(word in metric for word in DOWN) else None
 
 
-def concluded(
-    label: str, base: str | None, finite: Sequence[float], done: int, d: Paired | None, corrected: float, tests: int,
-    up: bool | None,
-) -> tuple[str, str]:  # fmt: skip
+def concluded(label: str, base: str | None, own: Paired, done: int, d: Paired, corrected: float, tests: int,
+    up: bool | None) -> tuple[str, str]:  # fmt: skip
     """Verdict and sentence on a cell.
 
-    Args:    base: the baseline, None for the cell that is it. finite, done: its finite numbers, of so many runs.
+    Args:    base: the baseline, None for the cell that is it. own, done: its finite numbers, of so many runs.
              d: the difference; corrected: its p after the correction for so many tests. up: whether more is better.
     """
-    if not finite:
+    if not own.n:
         return "no number", f"{label}: none of {_many(done, 'run')} gave a finite number."
-    lost = done - len(finite)
-    verdict, words = _verdict(base, finite, d, corrected, tests, up)
-    left_out = f" {lost} of {done} runs gave no finite number and are left out." if lost else ""
+    verdict, words = _verdict(base, own, d, corrected, tests, up)
+    left_out = f" {done - own.n} of {done} runs gave no finite number and are left out." if done > own.n else ""
     return verdict, f"{label}: {words}.{left_out}"
 
 
 def _verdict(
-    base: str | None, finite: Sequence[float], d: Paired | None, corrected: float, tests: int, up: bool | None
+    base: str | None, own: Paired, d: Paired, corrected: float, tests: int, up: bool | None
 ) -> tuple[str, str]:
     if base is None:
-        return "baseline", f"the baseline, {mean_of(finite):.4g} in {_many(len(finite), 'seed')}"
-    if d is None:
+        return "baseline", f"the baseline, {own.mean:.4g} in {_many(own.n, 'seed')}"
+    if not d.n:
         return "no comparison", f"no seed gave a finite number both here and in {base}"
     against = f"{d.mean:+.3g} against {base}"
     if d.n == 1:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
-from mpkit.experiment.store import Folder, Row, sorted_out
+from mpkit.experiment.store import Row, sorted_out, store
 from mpkit.model.randomness import generator_states, random_state, set_generator_states, set_random_state
 
 WATCH_EVERY = 0.25  # seconds
@@ -33,18 +34,13 @@ class Task:
     run: Callable[..., Any]
     arguments: dict[str, Any]
     row: Row
-    folder: str
-    threads: int
-    device: str = ""
+    folder: Path
 
 
-def work(task: Task) -> tuple[str, bytes | None]:
-    """Run a cell, and store it where this process sees the folder; (name, file), None where a stop was asked for."""
-    folder, stem = Folder(task.folder), task.row.stem
-    if folder.stopping:
-        return stem, None
+def work(task: Task) -> str:
+    """Run a cell and store it, at once: whoever asked for it may be killed before it hears of this. The file's name."""
     row, arrays = task.row, dict[str, np.ndarray]()
-    with _as_if_alone(task):
+    with _as_if_alone(task.run, row.seed):
         start = time.perf_counter()
         try:
             run, arguments = _copied(task)
@@ -52,10 +48,8 @@ def work(task: Task) -> tuple[str, bytes | None]:
             row = replace(row, numbers=numbers)
         except (Exception, SystemExit):  # a script that gives up with sys.exit ends itself alone
             row = replace(row, error=traceback.format_exc())
-    data = replace(row, seconds=time.perf_counter() - start).packed(arrays)
-    if folder.path.is_dir():  # at once: the process that asked for it may be killed before it hears of this
-        folder.write(stem, data)
-    return stem, data
+    store(task.folder, replace(row, seconds=time.perf_counter() - start), arrays)
+    return row.stem
 
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -70,25 +64,20 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 @contextlib.contextmanager
-def _as_if_alone(task: Task) -> Iterator[None]:
-    """Threads as told and random states that follow from the seed alone; afterwards those of before, and torch's
-    defaults too. The generators that the run names or holds begin each run as they were given."""
+def _as_if_alone(run: Callable[..., Any], seed: int) -> Iterator[None]:
+    """One thread, and random states that follow from the seed alone; afterwards those of before, and torch's defaults
+    too. The generators that the run names begin each run as they were given."""
     drawn, settings = random_state(), [take() for take, _ in _SETTINGS]
-    named = inspect.getclosurevars(task.run) if isinstance(task.run, FunctionType) else None
-    held = generator_states([task.run, *({**named.nonlocals, **named.globals}.values() if named else ())])
-    device = os.environ.get("MPKIT_DEVICE", "")
+    named = inspect.getclosurevars(run) if isinstance(run, FunctionType) else None
+    held = generator_states({**named.nonlocals, **named.globals}.values() if named else ())
     try:
-        if task.device:
-            os.environ["MPKIT_DEVICE"] = task.device
-        random.seed(task.row.seed)
-        np.random.seed(task.row.seed % 2**32)  # noqa: NPY002  # a run may use it
-        torch.manual_seed(task.row.seed)
-        torch.set_num_threads(task.threads)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002  # a run may use it
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
         with np.errstate():
             yield
     finally:
-        if task.device:
-            os.environ["MPKIT_DEVICE"] = device
         for (take, put), before in zip(_SETTINGS, settings):
             if take() != before:
                 put(before)

@@ -66,10 +66,6 @@ EDITS = {  # how the code of one's own module is reached -> script, its text, th
     "attribute": (THROUGH, ONE, TWO),
     "imported inside": ("def run(seed):\n import own_part\n return own_part.f()", ONE, TWO),
     "from inside": ("def run(seed):\n from own_part import f\n return f()", ONE, TWO),
-    "a text": ("def run(seed):\n return [g() for g in [__import__]][:0] or (lambda: 'own_part:f')()", ONE, TWO),
-    "a partial": (
-        "import functools, mpkit.experiment as e\nrun = functools.partial(e.train, 'own_part:f')", ONE, TWO
-    ),
     "a cached property": (
         "from own_part import S\ndef run(seed):\n return S().a", CACHED, CACHED.replace("return 1", "return 2")
     ),
@@ -255,19 +251,6 @@ def test_what_has_no_content_is_named_and_ends_nothing():
     assert key_of(run) == key_of(run)
 
 
-def test_what_is_compiled_counts_as_what_it_was_made_from_used_or_not():
-    def run_with(compiled):
-        return key_of(lambda seed: compiled)
-
-    net = torch.compile(torch.nn.Linear(1, 1), backend="eager")
-    parts = [net, torch.compile(lambda x: 2 * x, backend="eager"), torch.compile(lambda x: 3 * x, backend="eager")]
-    keys = [run_with(part) for part in parts]
-    assert len(set(keys)) == 3
-    for part in parts:
-        part(torch.ones(1, 1))
-    assert [run_with(part) for part in parts] == keys
-
-
 CODE = [  # source before, and after an edit
     ("def run(seed):\n return 1", "def run(seed):\n return 2"),
     ("def run(seed, k=1):\n return k", "def run(seed, k=2):\n return k"),
@@ -292,11 +275,8 @@ def test_the_key_of_code_changes_with_what_it_does(old, new):
     assert key_of(source(old)) == key_of(source(moved)) != key_of(source(new))
 
 
-def test_values_have_short_names_and_texts_stay_what_they_are(tmp_path, key):
+def test_values_have_short_names():
     names = [torch.float16, FP16, helper, functools.partial(helper, x=1), preset("torch"), 1e-3, None, (1, 2)]
     assert [name_of(Description()(v)) for v in names] == [
         *("float16", "fp16", "helper", "helper(x=1)", "torch", "0.001", "None", "(1, 2)")
     ]
-    (tmp_path / "own_part.py").write_text(ONE)
-    assert name_of(Description()("own_part:f")) == "own_part:f"
-    assert [Description()(text) for text in ("a:b", "json:dumps", "12:30")] == ["a:b", "json:dumps", "12:30"]

@@ -117,7 +117,6 @@ def test_intervals_of_means_by_hand():
         (lambda r: r.series(3, "loss"), "numbered 0 to 0, got 3"),
         (lambda r: r.series(0, "loss"), "no series 'loss'; there are none"),
         (lambda r: r.series(0, "loss", 9), "has no run from seed 9"),
-        (lambda r: r.trace(0), "ask for one by trace=True"),
     ],
 )
 def test_wrong_questions_are_refused(ask, said):
@@ -125,12 +124,7 @@ def test_wrong_questions_are_refused(ask, said):
         ask(made("base", seeds=1))
 
 
-def test_numbers_that_are_huge_or_equal_but_for_rounding_have_a_summary():
-    huge = experiment(lambda seed, x: {"y": x}, {"x": [-1.7e308, 1.7e308]}, seeds=3, progress=False)
-    table = huge.summary("y")
-    assert table["mean"].tolist() == [-1.7e308, 1.7e308]
-    assert table["verdict"].tolist() == ["baseline", "no comparison"]  # the difference is beyond float64
-    assert huge.interval(1, "y")[1] == 1.7e308
+def test_numbers_that_are_equal_but_for_rounding_are_equal():
     equal = experiment(lambda seed, x: {"y": x}, {"x": [0.3, 0.1 * 3]}, seeds=3, progress=False).summary("y")
     assert equal.p.iloc[1] == 1.0
     assert equal.sentence.iloc[1] == "x=0.3 #2: equal to x=0.3 #1 in every one of 3 seeds."

@@ -415,7 +415,6 @@ def test_entries_that_lie_in_each_other_are_refused_before_they_are_unpacked(tmp
 
 ELSE = {  # what does not call it a device
     "components": "must be an existing .npy file",
-    "grid": "there is no file",
     "index of a store": "no experiment in",
 }
 

@@ -18,7 +18,6 @@ from mpkit.experiment.parts import boost_of, optimizer_of
 from mpkit.formats import get_format
 from mpkit.policies import ScalePolicy, preset
 from mpkit.policies.presets import FRAMEWORKS
-from mpkit.record import Trace
 from mpkit.scalers import DynamicLossScaler
 
 
@@ -57,7 +56,6 @@ def test_it_is_the_loop_by_hand():
     assert got["final_loss"] == pytest.approx(sum(losses[3:]) / 3, rel=1e-5)
     assert (got["skipped"], got["last_scale"], set(got["scale"])) == (0, 1.0, {1.0})
     assert got["seconds_per_step"] > 0
-    assert got["peak_memory_mib"] > 0 or math.isnan(got["peak_memory_mib"])
 
 
 @pytest.mark.parametrize("level", [*LEVELS, *PRESETS])
@@ -184,7 +182,6 @@ class Stream(IterableDataset):
         DataLoader(Stream(), 16),
         [rows(16), rows(16, 1)],
         lambda: DataLoader(pairs(), 16),
-        "test_train:rows",
     ],
 )
 def test_every_kind_of_data_trains(data):
@@ -287,14 +284,6 @@ def test_arrays_are_tensors_and_a_column_is_fitted_by_its_rows():
     assert flat == train(lambda: nn.Linear(4, 1), (x, x[:, :1]), epochs=1)["loss"]
 
 
-def test_a_trace_of_the_run_when_asked():
-    got = tiny(level="O3", dtype="e5m2", scaler=2.0**30, trace=True)
-    assert isinstance(got["trace"], Trace)
-    assert got["trace"].format == "e5m2"
-    assert got["trace"].overflow.sum() == got["skipped"]
-    assert got["trace"].loss.tolist() == pytest.approx(got["loss"])
-
-
 def test_the_trained_network_comes_back_when_asked():
     got = tiny(keep=True, epochs=30, scaler=8.0, level="O2", dtype="fp16")
     x, y = rows()
@@ -349,7 +338,6 @@ def test_experiment_trains_a_grid_and_draws_it():
         ({"network": lambda: 3}, TypeError, "must return an nn.Module"),
         ({"network": 3}, TypeError, "a class, a function or a name"),
         ({"data": "digit"}, ValueError, "no data set is called 'digit'"),
-        ({"data": "nothing_at:all"}, ValueError, "names nothing"),
         ({"data": 3}, TypeError, "data must be"),
         ({"data": {"test": rows()}}, ValueError, "'train' and perhaps 'test'"),
         ({"data": (torch.zeros(3, 4), torch.zeros(2))}, ValueError, "as many labels as rows"),
