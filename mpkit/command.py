@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from mpkit import __version__
-from mpkit.files import FULL
 
 # name -> (module:function, what it does); the function takes the arguments after the name and returns the exit status
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -27,33 +24,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Args:    arguments: the words after `mpkit`; None takes those of the process.
     Returns: the exit status: 0, or 2 for an unknown subcommand, or the subcommand's own; 141, as a shell
-             has it, where nobody reads any more what it prints (`mpkit info | head -1`); 1 where a disk is full.
+             has it, where nobody reads any more what it prints (`mpkit info | head -1`).
     """
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper):  # a terminal that lacks a letter of a path shows its number
-        out.reconfigure(errors="backslashreplace")
     try:
         status = _run(arguments)
-        if out is not None:  # None under pythonw, and where the shell has closed it
-            out.flush()
+        sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _silence()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would write the rest at its end
         return 141
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        _silence()
-        print(f"mpkit: there is no room to write ({error}); make room, or name another place", file=sys.stderr)
-        return 1
-
-
-def _silence() -> None:
-    """Send what is still held back nowhere: Python would write it at its end, and fail once more."""
-    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -6,10 +6,7 @@ import gzip
 import hashlib
 import math
 import os
-import shutil
 import tempfile
-import urllib.error
-import urllib.request
 import zlib
 from pathlib import Path
 
@@ -27,20 +24,12 @@ _DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a8
 _DIGITS_TRAIN = 1500  # the last 297 images, by other writers, are the test set
 
 _MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-# file name -> (magic number, shape, SHA-256 of the decompressed content)
-_MNIST = {
-    "train-images-idx3-ubyte.gz": (
-        0x803,
-        (60000, 28, 28),
-        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    ),
-    "train-labels-idx1-ubyte.gz": (0x801, (60000,), "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
-    "t10k-images-idx3-ubyte.gz": (
-        0x803,
-        (10000, 28, 28),
-        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    ),
-    "t10k-labels-idx1-ubyte.gz": (0x801, (10000,), "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+_AGAIN = "delete it and call mnist(download=True), or copy it again"
+_MNIST = {  # file name without -ubyte.gz -> shape, SHA-256 of the decompressed content
+    "train-images-idx3": ((60000, 28, 28), "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+    "train-labels-idx1": ((60000,), "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+    "t10k-images-idx3": ((10000, 28, 28), "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+    "t10k-labels-idx1": ((10000,), "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
 }
 
 
@@ -50,7 +39,10 @@ def data_dir() -> Path:
     That is `share/data` inside an installed package and `data/` beside the package in a checkout. `MPKIT_DATA` may
     also hold MNIST alone, in its folder `mnist`.
     """
-    if os.environ.get("MPKIT_DATA") and ((asked := _home(os.environ["MPKIT_DATA"])) / "digits.npz").exists():
+    if (
+        os.environ.get("MPKIT_DATA")
+        and ((asked := Path(os.environ["MPKIT_DATA"]).expanduser()) / "digits.npz").exists()
+    ):
         return asked
     installed = Path(__file__).resolve().parent / "share" / "data"
     return installed if installed.exists() else installed.parents[2] / "data"
@@ -71,7 +63,7 @@ def digits(split: str = "train", size: int = 28) -> tuple[Tensor, Tensor]:
     check_choice("split", split, parts)
     if not is_whole(size) or size < 8:
         raise ValueError(f"size must be a whole number of pixels, at least 8, got {size!r}")
-    pixels, labels = _read_digits(_packaged("digits.npz"))
+    pixels, labels = _read_digits(data_dir() / "digits.npz")
     images = torch.from_numpy(pixels[parts[split]]).float().div_(16).unsqueeze(1)
     if size != 8:
         images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
@@ -88,8 +80,8 @@ def mnist(
         download:  fetch missing files into the folder first, with a progress bar (12 MB).
         split:     "train" (60,000 images) or "test" (10,000).
     Returns: images (N, 1, 28, 28) float32 in [0, 1] and labels (N,) int64.
-    Raises:  FileNotFoundError if files are missing and `download` is False; ValueError, naming the file, if one is
-             damaged, truncated, or has another magic number, size or checksum; ConnectionError if a download fails.
+    Raises:  FileNotFoundError if files are missing and `download` is False; ValueError, naming the file, if one has
+             another content (its size and SHA-256 say so); ConnectionError if a download fails.
              Existing files are never overwritten, and a broken download leaves nothing behind.
     Source:  LeCun, Cortes, Burges, "The MNIST database of handwritten digits".
     """
@@ -97,107 +89,63 @@ def mnist(
     check_flags(download=download)
     check_choice("split", split, prefixes)
     folder = _mnist_folder(root)
-    if download:
-        for name in _MNIST:
-            if not (folder / name).exists():
-                _download(name, folder)
-    images, labels = (
-        _read_idx(folder / f"{prefixes[split]}-{part}-ubyte.gz") for part in ("images-idx3", "labels-idx1")
-    )
+    for name in _MNIST if download else ():
+        if not (folder / f"{name}-ubyte.gz").exists():
+            _download(name, folder)
+    images, labels = (_read_idx(folder, f"{prefixes[split]}-{part}") for part in ("images-idx3", "labels-idx1"))
     return torch.from_numpy(images).float().div_(255).unsqueeze(1), torch.from_numpy(labels).long()
-
-
-def _packaged(name: str) -> Path:
-    if not (data_dir() / name).exists():
-        raise FileNotFoundError(
-            f"{name} was looked for in {data_dir()}; install mpkit again (its wheel carries the file), "
-            f"or set MPKIT_DATA to the data folder of the repository"
-        )
-    return data_dir() / name
 
 
 def _read_digits(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
-        held = read_npz(path)
-        images, labels = held["images"], held["labels"]
-    except (ValueError, KeyError, OSError) as error:
+        held = read_npz(path, ["images", "labels"])
+    except (ValueError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({error}); restore it with `git checkout data/digits.npz`") from error
-    got = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
-    if got != _DIGITS_SHA256:
+    images, labels = held["images"], held["labels"]
+    if hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() != _DIGITS_SHA256:
         raise ValueError(
-            f"{path} holds other images than the 1,797 digits (SHA-256 {got[:12]}..., "
-            f"expected {_DIGITS_SHA256[:12]}...); restore it with `git checkout data/digits.npz`"
+            f"{path} holds other images than the 1,797 digits; restore it with `git checkout data/digits.npz`"
         )
     return images, labels
 
 
-def _home(path: str | os.PathLike[str]) -> Path:
-    """With ~ as somebody's home folder, where there is one."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise FileNotFoundError(f"{str(path)!r}: nobody of that name has a home here; name the whole path") from error
-
-
 def _mnist_folder(root: str | os.PathLike[str] | None) -> Path:
     if root is not None:
-        return _home(root)
+        return Path(root).expanduser()
     if os.environ.get("MPKIT_DATA"):
-        return _home(os.environ["MPKIT_DATA"]) / "mnist"
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpkit" / "mnist"
-    except RuntimeError as error:  # a user without a home, as in some containers
-        raise FileNotFoundError(f"{error} Pass root=, or set MPKIT_DATA or XDG_CACHE_HOME") from error
+        return Path(os.environ["MPKIT_DATA"]).expanduser() / "mnist"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpkit" / "mnist"
 
 
-def _read_idx(path: Path) -> np.ndarray:
+def _read_idx(folder: Path, name: str) -> np.ndarray:
     """One idx.gz file -> uint8 array of the shape it must have, every byte checked first."""
-    magic, shape, sha256 = _MNIST[path.name]
+    path, (shape, sha256) = folder / f"{name}-ubyte.gz", _MNIST[name]
     if not path.exists():
         raise FileNotFoundError(
             f"{path} is missing; pass root= or set MPKIT_DATA to a folder that has it, "
             f"or call mnist(download=True) to fetch the four files (12 MB)"
         )
-    remedy = "delete it and call mnist(download=True), or copy it again"
-    header = 4 + 4 * len(shape)
+    header = 4 + 4 * len(shape)  # a magic number and the shape
     try:
         with gzip.open(regular(path)) as file:
             content = file.read(header + math.prod(shape) + 1)  # no more, however much the file would unpack to
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path} is not a whole gzip file ({error}); {remedy}") from error
-    got_magic = int.from_bytes(content[:4], "big")
-    if got_magic != magic:
-        raise ValueError(f"{path} must start with magic number {magic:#x}, got {got_magic:#x}; {remedy}")
-    got_shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4))
-    if got_shape != shape or len(content) != header + math.prod(shape):
-        raise ValueError(
-            f"{path} must hold {shape} bytes after its header, got a header of {got_shape} "
-            f"and {len(content) - header} bytes; {remedy}"
-        )
-    got = hashlib.sha256(content).hexdigest()
-    if got != sha256:
-        raise ValueError(f"{path} has SHA-256 {got[:12]}... instead of {sha256[:12]}...; {remedy}")
+        raise ValueError(f"{path} is not a whole gzip file ({error}); {_AGAIN}") from error
+    if (got := hashlib.sha256(content).hexdigest()) != sha256:
+        raise ValueError(f"{path} has a content of SHA-256 {got[:12]}... instead of {sha256[:12]}...; {_AGAIN}")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
 
 
 def _download(name: str, folder: Path) -> None:
     """Fetch one MNIST file beside its final place, check it there, then move it: never a half file."""
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        raise ImportError("a download shows its progress by tqdm, which is not installed: pip install tqdm") from None
-
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
-        part = Path(scratch) / name
+        part = Path(scratch) / f"{name}-ubyte.gz"
         try:
-            with urllib.request.urlopen(_MNIST_MIRROR + name, timeout=30) as answer, part.open("wb") as out:
-                total = int(answer.headers.get("Content-Length") or 0) or None
-                with tqdm.wrapattr(out, "write", total=total, desc=name, leave=False) as sink:
-                    shutil.copyfileobj(answer, sink)
-        except (urllib.error.URLError, TimeoutError, OSError) as error:
+            torch.hub.download_url_to_file(_MNIST_MIRROR + part.name, str(part))
+        except OSError as error:
             raise ConnectionError(
-                f"could not download {name} ({error}); check the network, or put the four MNIST files into {folder}"
+                f"could not download {part.name} ({error}); check the network, or put the MNIST files into {folder}"
             ) from error
-        _read_idx(part)
-        part.replace(folder / name)
+        _read_idx(part.parent, name)
+        part.replace(folder / part.name)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+from pathlib import Path
 
 import torch
 
@@ -50,29 +53,15 @@ def as_device(device: torch.device | str | int) -> torch.device:
 
 def describe(device: torch.device | None = None) -> dict[str, str]:
     """What a measurement must state: device name and the versions of Python, torch and CUDA."""
-    import platform
-
     check_kind("device", device, torch.device, "a torch.device", optional=True)
     device = default_device() if device is None else device
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{_cpu_name()}, {torch.get_num_threads()} thread(s)"
-    return {
-        "device": name,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda or "none"),
-    }
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else f"{_cpu_name()}, {torch.get_num_threads()} thread(s)"
+    cuda = str(torch.version.cuda or "none")
+    return {"device": name, "python": platform.python_version(), "torch": torch.__version__, "cuda": cuda}
 
 
 def _cpu_name() -> str:
-    import platform
-    from pathlib import Path
-
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    named = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
+    return named[1].strip() if named else platform.processor() or platform.machine()

@@ -6,8 +6,6 @@ imported where it is needed: the command starts without it.
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
 import uuid
@@ -21,7 +19,6 @@ import numpy as np
 
 DENSEST = 300  # times that a file may grow when it is unpacked; recorded traces grow 20-fold
 SMALL = 2**26  # bytes that it may have unpacked however dense it is
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, and what a user or a process may write
 
 
 def short(error: BaseException, length: int = 200) -> str:
@@ -30,13 +27,13 @@ def short(error: BaseException, length: int = 200) -> str:
 
 
 def regular(path: str | Path) -> Path:
-    """The path of what may be read to its end.
+    """The path of what may be read to its end, and be replaced.
 
     Raises:  ValueError for a device or a pipe, which a link in a stranger's folder can lead to: they may never end.
     """
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ValueError(f"{path} is a device or a pipe, which may never end; copy what it gives into a file")
+        raise ValueError(f"{path} is a device or a pipe, which may never end; name a file")
     return path
 
 
@@ -45,40 +42,34 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync:
 
     Args:
         path:   its folder is made if it is not there. A link stays one, and the file that it leads to is written; a
-                file that is there keeps its permissions. A device or a pipe (/dev/null, /dev/stdout) is written to.
+                file that is there keeps its permissions.
         write:  writes the content into the open file that it is given.
         sync:   force the content to the disk first, so that a power cut leaves a whole file too.
-    Raises:  IsADirectoryError for a folder; OSError where the file cannot be written: then nothing has changed.
+    Raises:  ValueError for a device or a pipe, whose place nothing may take; OSError where the file cannot be written:
+             then nothing has changed.
     """
-    path = Path(os.path.realpath(Path(path)))
+    path = regular(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    device = path.exists() and not path.is_file()  # whose place nothing may take
     # a name has 255 bytes at most, and a letter up to four
-    draft = path if device else path.with_name(f".{path.name[:50]}.{uuid.uuid4().hex}.part")
+    draft = path.with_name(f".{path.name[:50]}.{uuid.uuid4().hex}.part")
     try:
         with draft.open("wb") as file:
             if path.is_file():  # before there is anything to read in it
                 draft.chmod(path.stat().st_mode & 0o7777)
             write(file)
             file.flush()
-            if sync and not device:
+            if sync:
                 os.fsync(file.fileno())
-        os.replace(draft, path)  # of a device by itself: nothing
-    except OSError as error:
-        if error.errno and not error.filename:  # the disk knows no name
-            error.filename = str(path)
-        raise
+        os.replace(draft, path)
     finally:
-        if not device:
-            draft.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
 def write_tensors(path: str | Path, state: dict[str, Any]) -> None:
-    """What `torch.save` writes, by `write_whole`; it lies in memory meanwhile. Raises OSError of the disk."""
+    """What `torch.save` writes, by `write_whole`."""
     import torch
 
-    torch.save(state, held := io.BytesIO())  # which of a full disk would speak as of positions in its archive
-    write_whole(path, lambda file: file.write(held.getbuffer()))
+    write_whole(path, lambda file: torch.save(state, file))
 
 
 def read_json(path: str | Path) -> Any:

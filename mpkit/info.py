@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from mpkit import __version__
+
+PACKAGES = ("numpy", "pandas", "matplotlib", "joblib", "ipywidgets", "jupyterlab")
+STORED = (("traces", "npz"), ("benchmarks", "json"))
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -22,16 +24,12 @@ def main(arguments: Sequence[str] = ()) -> int:
 def facts() -> Iterator[tuple[str, str]]:
     """(subject, text) of every line, the cheap ones first."""
     yield "mpkit", f"{__version__} in {Path(__file__).resolve().parent}"
-    extras = wanted()
-    for extra, names in extras.items():
-        missing = [name for name in names if version(name) is None]
-        remedy = f"; pip install 'mpkit[{extra}]'" if extra else ""
-        yield extra or "needed", f"missing: {', '.join(missing)}{remedy}" if missing else "complete"
-    if not extras:
-        yield "extras", "unknown: mpkit is not installed here, it runs from its folder; pip install -e '.[lab]'"
-    yield "packages", ", ".join(f"{name} {v}" for name in ("numpy", "pandas", "jupyterlab") if (v := version(name)))
+    versions = {name: version(name) for name in PACKAGES}
+    missing = [name for name, found in versions.items() if not found]
+    yield "packages", ", ".join(f"{name} {found}" for name, found in versions.items() if found)
+    yield "missing", f"{', '.join(missing)}; pip install 'mpkit[lab]'" if missing else "nothing that lessons need"
     from mpkit.data import data_dir
-    from mpkit.device import as_device, describe
+    from mpkit.device import describe
     from mpkit.lab import installed_lessons
 
     data = data_dir()
@@ -42,28 +40,6 @@ def facts() -> Iterator[tuple[str, str]]:
         yield from describe().items()
     except ValueError as error:  # MPKIT_DEVICE names what is not there: to be told here of all places
         yield "device", f"none: {error}"
-        yield from list(describe(as_device("cpu")).items())[1:]
-
-
-STORED = (("traces", "npz"), ("benchmarks", "json"))
-
-
-def wanted() -> dict[str, list[str]]:
-    """Extra -> the packages that it asks for by itself, "" for those that mpkit always needs; empty if not installed.
-
-    >>> "torch" in wanted().get("", ["torch"])
-    True
-    """
-    try:
-        lines = metadata.requires("mpkit") or []
-    except metadata.PackageNotFoundError:
-        return {}
-    found: dict[str, list[str]] = {}
-    for line in lines:
-        name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)", line)
-        if name and name[0] != "mpkit":
-            found.setdefault(extra[1] if extra else "", []).append(name[0])
-    return found
 
 
 def version(package: str) -> str | None:

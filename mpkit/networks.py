@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,25 +11,12 @@ from torch import Tensor, nn
 
 from mpkit.gpt import CausalSelfAttention, TinyGPT, TransformerBlock
 
+# fmt: off
 __all__ = [
-    "Bottleneck",
-    "CausalSelfAttention",
-    "DenseLayer",
-    "DenseNet",
-    "InvertedResidual",
-    "LeNet5",
-    "MobileNetV2",
-    "Network",
-    "ResNet",
-    "ResidualBlock",
-    "TinyGPT",
-    "TransformerBlock",
-    "resnet18",
-    "resnet34",
-    "resnet50",
+    "Bottleneck", "CausalSelfAttention", "DenseLayer", "DenseNet", "InvertedResidual", "LeNet5", "MobileNetV2",
+    "Network", "ResNet", "ResidualBlock", "TinyGPT", "TransformerBlock", "resnet18", "resnet34", "resnet50",
 ]
-
-Norm = Callable[[int], nn.Module]
+# fmt: on
 
 
 class Network(nn.Module):
@@ -83,14 +70,14 @@ class ResidualBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(self, in_channels: int, channels: int, stride: int = 1, norm: Norm = nn.BatchNorm2d) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
-        self.bn1 = norm(channels)
+        self.bn1 = nn.BatchNorm2d(channels)
         self.relu = nn.ReLU()
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = norm(channels)
-        self.downsample = _projection(in_channels, channels, stride, norm)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.downsample = _projection(in_channels, channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -107,17 +94,17 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, in_channels: int, channels: int, stride: int = 1, norm: Norm = nn.BatchNorm2d) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()
         out = channels * self.expansion
         self.conv1 = nn.Conv2d(in_channels, channels, 1, bias=False)
-        self.bn1 = norm(channels)
+        self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False)
-        self.bn2 = norm(channels)
+        self.bn2 = nn.BatchNorm2d(channels)
         self.conv3 = nn.Conv2d(channels, out, 1, bias=False)
-        self.bn3 = norm(out)
+        self.bn3 = nn.BatchNorm2d(out)
         self.relu = nn.ReLU()
-        self.downsample = _projection(in_channels, out, stride, norm)
+        self.downsample = _projection(in_channels, out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -126,10 +113,10 @@ class Bottleneck(nn.Module):
         return self.relu(self.bn3(self.conv3(y)) + shortcut)
 
 
-def _projection(in_channels: int, out_channels: int, stride: int, norm: Norm) -> nn.Sequential | None:
+def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
     if stride == 1 and in_channels == out_channels:
         return None
-    return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), norm(out_channels))
+    return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))
 
 
 class ResNet(nn.Module):
@@ -151,22 +138,19 @@ class ResNet(nn.Module):
         classes: int = 10,
         in_channels: int = 3,
         small_input: bool = True,
-        norm: Norm = nn.BatchNorm2d,
     ) -> None:
         super().__init__()
         kernel, stride = (3, 1) if small_input else (7, 2)
         self.conv1 = nn.Conv2d(in_channels, width, kernel, stride, padding=kernel // 2, bias=False)
-        self.bn1 = norm(width)
+        self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU()
         self.maxpool = nn.Identity() if small_input else nn.MaxPool2d(3, 2, padding=1)
-        channels = width
-        stages = []
+        channels, stages = width, []
         for stage, depth in enumerate(depths):
-            blocks = []
-            for i in range(depth):
-                blocks.append(block(channels, width * 2**stage, 2 if stage > 0 and i == 0 else 1, norm))
-                channels = width * 2**stage * block.expansion
+            inner, outer = width * 2**stage, width * 2**stage * block.expansion
+            blocks = [block(outer if i else channels, inner, 2 if stage and not i else 1) for i in range(depth)]
             stages.append(nn.Sequential(*blocks))
+            channels = outer
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(channels, classes)

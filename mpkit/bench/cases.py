@@ -24,7 +24,7 @@ from mpkit.policies import advance, initial, preset, stack
 from mpkit.record import Recorder
 from mpkit.replay import simulate, swept
 from mpkit.rounding import round_to
-from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, PolicyLossScaler, check_and_unscale_
+from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, PolicyLossScaler
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 
 Contenders = dict[str, Callable[[], object]]
@@ -69,7 +69,7 @@ def run(topic: str, *, quick: bool, device: torch.device) -> list[Row]:
     return [row for case in cases(quick, device) if case.topic == topic for row in case.rows(quick, device)]
 
 
-TOPICS = ["boost", "casting", "experiment", "optimizers", "recipes", "record", "replay", "rounding", "scaling", "step"]
+TOPICS = ["boost", "casting", "experiment", "optimizers", "recipes", "record", "replay", "rounding", "step"]
 
 
 def cases(quick: bool, device: torch.device) -> Iterator[Case]:
@@ -84,9 +84,6 @@ def cases(quick: bool, device: torch.device) -> Iterator[Case]:
     for block in (MXFP8_E4M3, MXFP4, NVFP4):
         yield Case("recipes", block.name, partial(_blocks, block, values // 512), {"quantize_blocks": 3.0}, rounds=9)
     yield Case("recipes", "step of a linear layer", _recipes, rounds=9)
-    for size, count in ((10**6, 10), (10**6, 1000), (10**4, 100)):
-        goals = {"mpkit": 1.1} if size > 10**5 else {}
-        yield Case("scaling", f"{size:.0e} gradients in {count} tensors", partial(_unscale, size, count), goals)
     for name in STEPS:
         goals = {"update cell": 1.07, "DynamicLossScaler": 1.07, "torch's policy": 1.07}
         yield Case("step", f"MLP b64, {name}", partial(_steps, name), goals, builds=9, inner=5, reads=True)
@@ -115,21 +112,18 @@ def _reads(call: Callable[[], object]) -> float:
 def _rounding(fmt: FloatFormat, mode: Any, values: int, device: torch.device) -> Contenders:
     x = torch.randn(values, device=device)
     out: Tensor = torch.empty_like(x)
-    mine = {MINE: partial(round_to, x, fmt, mode, out=out)}
+    peers: Contenders = {"a copy": partial(out.copy_, x)}
     if mode == "stochastic":
-        return {"torch.rand_like": partial(torch.rand_like, x), **mine}
-    native = fmt.torch_dtype if fmt.bits == 16 else None  # the cast to 8 bits is no even round
-    return (
-        {"a copy": partial(out.copy_, x), **mine}
-        if native is None
-        else {"a cast": lambda: x.to(native).float(), **mine}
-    )
+        peers = {"torch.rand_like": partial(torch.rand_like, x)}
+    elif fmt.bits == 16:  # the cast to 8 bits is no even round
+        peers = {"a cast": lambda: x.to(fmt.torch_dtype).float()}
+    return {**peers, MINE: partial(round_to, x, fmt, mode, out=out)}
 
 
 def _blocks(fmt: Any, rows: int, device: torch.device) -> Contenders:
     x = torch.randn(rows, 512, device=device)
-    rounded = partial(round_to, x, fmt.element, overflow="saturate")
-    return {"round_to its elements": rounded, "quantize_blocks": partial(quantize_blocks, x, fmt)}
+    plain = partial(round_to, x, fmt.element, overflow="saturate")
+    return {"round_to its elements": plain, "quantize_blocks": partial(quantize_blocks, x, fmt)}
 
 
 def _recipes(device: torch.device) -> Contenders:
@@ -138,18 +132,6 @@ def _recipes(device: torch.device) -> Contenders:
     for name in ("torchao_tensorwise", "torchao_rowwise", "te_hybrid_delayed", "mxfp8"):
         layers[name] = cast_like(nn.Linear(1024, 1024), name)
     return {name: partial(lambda layer: layer(x).sum().backward(), layer.to(device)) for name, layer in layers.items()}
-
-
-def _unscale(values: int, tensors: int, device: torch.device) -> Contenders:
-    grads = [torch.randn(values // tensors, device=device) for _ in range(tensors)]
-    one, found = torch.ones((), device=device), torch.zeros((), device=device)
-
-    def items() -> None:
-        if all(g.isfinite().all().item() for g in grads):
-            torch._foreach_mul_(grads, 1.0)
-
-    fused = partial(torch._amp_foreach_non_finite_check_and_unscale_, grads, found, one)
-    return {"torch's kernel": fused, "mpkit": partial(check_and_unscale_, grads, one), ".item() for each": items}
 
 
 STEPS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -43,13 +43,7 @@ def table(group: str, folder: Path | None = None) -> pd.DataFrame | str:
     lines = [
         {"device": made["meta"]["device"], "case": row.case, "contender": row.contender, "ratio": round(row.ratio, 2)}
         for made in stored(folder)
-        for row in map(row_of, made["rows"])
+        for row in (Row(**row) for row in made["rows"])
         if row.group == group and row.ratio is not None
     ]
     return pd.DataFrame(lines).set_index(["device", "case"]) if lines else MISSING
-
-
-def row_of(stored_row: Mapping[str, Any]) -> Row:
-    """A measured row, from JSON."""
-    quartiles = stored_row.get("quartiles")
-    return Row(**{**stored_row, "quartiles": tuple(quartiles) if quartiles else None})

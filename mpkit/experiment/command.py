@@ -15,7 +15,7 @@ from mpkit.arguments import check_kind
 from mpkit.experiment.engine import experiment
 from mpkit.experiment.results import Results
 from mpkit.experiment.training import train
-from mpkit.files import FULL, read_json, short
+from mpkit.files import read_json, short
 
 HELP = """grid.json, for instance:
   {"grid": {"level": ["O0", "O2"], "dtype": ["fp16", "bfloat16"], "scaler": [null, "torch"]},
@@ -53,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results = results_of(asked, folder, retry=options.retry, **jobs)
         print(told(results, asked.get("metrics")))
     except (OSError, TypeError, ValueError) as error:
-        kept = "; what is finished is kept: give the same line again" if getattr(error, "errno", None) in FULL else ""
-        print(f"mpkit experiment: {error}{kept}", file=sys.stderr)
+        print(f"mpkit experiment: {error}", file=sys.stderr)
         return 2
     if results.stopped:
         return 130
@@ -94,6 +93,8 @@ def read(path: Path) -> dict[str, Any]:
     """What a grid file asks for. Raises ValueError for what is no JSON, TypeError for another kind; OSError."""
     asked = read_json(path)
     check_kind(str(path), asked, dict, "an object, as mpkit experiment --help shows")
+    if "grid" not in asked:
+        raise ValueError(f"{path} has no grid; mpkit experiment --help shows one")
     check_kind("metrics", asked.get("metrics"), list, "a list of names", optional=True)
     return asked
 

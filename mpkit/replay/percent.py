@@ -1,9 +1,6 @@
-"""Shares in percent, for sentences, tables and pictures: no share above 0 is told as 0, none below 1 as all."""
+"""Shares in percent, for sentences: no share above 0 is told as 0, none below 1 as all."""
 
 from __future__ import annotations
-
-import numpy as np
-from numpy.typing import ArrayLike
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -20,10 +17,3 @@ def percent(share: float, digits: int = 0) -> str:
     if 100 - step < 100 * share < 100:
         return f"more than {100 - step:.{digits}f} %"
     return f"{100 * share:.{digits}f} %"
-
-
-def percents(shares: ArrayLike) -> np.ndarray:
-    """Shares (*) in percent for a picture, to a tenth; those below it as they are, and 100 for all alone."""
-    exact = 100 * np.asarray(shares, dtype=float)
-    near = np.round(exact, 1)
-    return np.where((near == 0) | ((near == 100) & (exact < 100)), np.minimum(exact, 99.9), near)

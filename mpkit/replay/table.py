@@ -92,8 +92,12 @@ def sweep(
     Raises:   ValueError for a factor that does not move the scale, a window that is not whole, or an empty list.
     """
     _check_trace(trace)
-    columns = {"init": float(trace.scale[0]) if init is None else init, "factor": factor, "window": window}
-    grid = list(itertools.product(*map(_numbers, columns.values())))
+    columns: dict[str, Any] = {
+        "init": float(trace.scale[0]) if init is None else init,
+        "factor": factor,
+        "window": window,
+    }
+    grid = list(itertools.product(*(np.atleast_1d(values).tolist() for values in columns.values())))
     if not grid:
         raise ValueError("sweep needs at least one init, factor and window, got an empty list")
     frame = replay(trace, [swept(i, f, w, min_scale) for i, f, w in grid], fmt=fmt, scales=False, device=device)
@@ -110,11 +114,6 @@ def swept(init: float, factor: float, window: int, min_scale: float = 0.0) -> Sc
     if check_number("window", window, low=1.0) != int(window):
         raise ValueError(f"window is a number of steps, which is whole, got {window!r}")
     return ScalePolicy.by_factor(float(init), float(factor), int(window), min_scale, name="sweep")
-
-
-def _numbers(value: Any) -> list[Any]:
-    value = value.tolist() if isinstance(value, np.ndarray) else value
-    return list(value) if isinstance(value, Iterable) else [value]
 
 
 def _check_trace(trace: Trace) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _SLACK = np.float32(1 + 2.0**-22)  # one last bit of the product is no clipping
-_TOGETHER = 2**20  # policy-steps that are computed at once
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,17 @@ def replay_tensor_scales(
     rows = list(policies)
     if not rows or not all(isinstance(p, TensorScalePolicy) and not p.shape for p in rows):
         raise TypeError(f"policies are single TensorScalePolicy objects, at least one, got {rows!r:.200}")
-    some = max(1, _TOGETHER // len(series))
-    done = [_judged(series, rows[i : i + some]) for i in range(0, len(rows), some)]
-    clipped, first, worst, unused, used = (np.concatenate(column) for column in zip(*done))
-    return TensorScaleReplay(rows, clipped, first, worst, unused, used if scales else None)
+    used = _scales(series, rows)
+    limit = np.array([p.element_max for p in rows], dtype=np.float32)
+    with np.errstate(all="ignore"):
+        product = series * used
+        over = product > limit[:, None] * _SLACK
+        fits = (product > 0) & (product < np.inf) & ~over
+        worst = np.nan_to_num(product, nan=0.0, posinf=np.inf).max(axis=1) / limit.astype(np.float64)
+        unused = np.where(fits, np.frexp(limit)[1][:, None] - np.frexp(product)[1], 0).sum(axis=1)
+    first = np.where(over.any(axis=1), over.argmax(axis=1), -1)
+    unused_bits = unused / np.maximum(fits.sum(axis=1), 1)
+    return TensorScaleReplay(rows, over.sum(axis=1), first, worst, unused_bits, used if scales else None)
 
 
 def sweep_tensor_scales(
@@ -123,20 +129,6 @@ def _checked(amax: object) -> np.ndarray:
         step = int((series < 0).argmax())
         raise ValueError(f"an amax is a largest magnitude, at least 0, got {series[step]} at step {step}; take abs()")
     return series
-
-
-def _judged(series: np.ndarray, rows: list[TensorScalePolicy]) -> tuple[np.ndarray, ...]:
-    """The results of some policies, in the order in which `TensorScaleReplay` has them."""
-    scale = _scales(series, rows)
-    limit = np.array([p.element_max for p in rows], dtype=np.float32)
-    with np.errstate(all="ignore"):
-        product = series * scale
-        over = product > limit[:, None] * _SLACK
-        fits = (product > 0) & (product < np.inf) & ~over
-        worst = np.nan_to_num(product, nan=0.0, posinf=np.inf).max(axis=1) / limit.astype(np.float64)
-        unused = np.where(fits, np.frexp(limit)[1][:, None] - np.frexp(product)[1], 0).sum(axis=1)
-    first = np.where(over.any(axis=1), over.argmax(axis=1), -1)
-    return over.sum(axis=1), first, worst, unused / np.maximum(fits.sum(axis=1), 1), scale
 
 
 def _scales(series: np.ndarray, rows: list[TensorScalePolicy]) -> np.ndarray:

@@ -48,10 +48,10 @@ def outcomes(report: Path) -> dict[str, Any]:
 
 def printed(made: dict[str, Any]) -> list[str]:
     """The table at the end."""
+    from mpkit.bench import Row
     from mpkit.bench.__main__ import line
-    from mpkit.bench.gpu import row_of
 
-    rows = [row_of(row) for row in made["rows"]]
+    rows = [Row(**row) for row in made["rows"]]
     words = [row.verdict for row in rows]
     tests = made["tests"]
     return [

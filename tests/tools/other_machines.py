@@ -41,7 +41,7 @@ VERSIONS = {  # name: interpreter, packages beside the ranges of pyproject.toml
     "Python 3.13, newest": ("python3.13", ()),
 }
 ELSEWHERE = (  # tests that look at files, or start browsers, installations, clusters and notebooks of their own
-    *("environment", "experiment_clusters", "experiment_kills", "installed", "labs", "layers", "notebooks"),
+    *("environment", "experiment_kills", "installed", "labs", "layers", "notebooks"),
 )
 IMPORTED = (
     *("torch", "torch._dynamo", "numpy", "pandas", "matplotlib.figure", "ipywidgets", "anywidget", "execute"),

@@ -66,11 +66,13 @@ def idx(magic: int, shape: tuple[int, ...], body: bytes) -> bytes:
 def small_mnist(tmp_path, monkeypatch):
     """Four valid idx files of three images, with the table of what is expected set to match."""
     table, rng = {}, np.random.default_rng(0)
-    for name, (magic, shape, _) in data._MNIST.items():
+    for name, (shape, _) in data._MNIST.items():
         shape = (3, *shape[1:])
-        file = idx(magic, shape, rng.integers(0, 256, np.prod(shape), np.uint8).tobytes())
-        (tmp_path / name).write_bytes(file)
-        table[name] = (magic, shape, hashlib.sha256(gzip.decompress(file)).hexdigest())
+        file = idx(
+            0x803 if "images" in name else 0x801, shape, rng.integers(0, 256, np.prod(shape), np.uint8).tobytes()
+        )
+        (tmp_path / f"{name}-ubyte.gz").write_bytes(file)
+        table[name] = (shape, hashlib.sha256(gzip.decompress(file)).hexdigest())
     monkeypatch.setattr(data, "_MNIST", table)
     return tmp_path
 
@@ -85,8 +87,8 @@ def test_mnist_reads_images_and_labels(small_mnist):
 
 def test_mnist_is_found_through_the_environment(small_mnist, tmp_path, monkeypatch):
     (tmp_path / "mnist").mkdir()
-    for name in data._MNIST:
-        shutil.move(tmp_path / name, tmp_path / "mnist" / name)
+    for path in tmp_path.glob("*.gz"):
+        shutil.move(path, tmp_path / "mnist")
     monkeypatch.setenv("MPKIT_DATA", str(tmp_path))
     assert len(data.mnist()[0]) == 3
 
@@ -94,8 +96,8 @@ def test_mnist_is_found_through_the_environment(small_mnist, tmp_path, monkeypat
 BREAKS = {
     "truncated": (lambda f: f[: len(f) // 2], "not a whole gzip file"),
     "not gzip": (lambda f: b"<html>", "not a whole gzip file"),
-    "magic": (lambda f: idx(0x802, (3,), b"abc"), "magic number"),
-    "short": (lambda f: gzip.compress(gzip.decompress(f)[:-1]), "header"),
+    "magic": (lambda f: idx(0x802, (3,), b"abc"), "SHA-256"),
+    "short": (lambda f: gzip.compress(gzip.decompress(f)[:-1]), "SHA-256"),
     "flipped": (lambda f: gzip.compress(gzip.decompress(f)[:-1] + b"\x07"), "SHA-256"),
 }
 
@@ -104,7 +106,7 @@ BREAKS = {
 @pytest.mark.parametrize("name", data._MNIST)
 def test_a_damaged_mnist_file_is_refused_by_name_and_left_alone(small_mnist, name, kind):
     break_it, message = BREAKS[kind]
-    path = small_mnist / name
+    path = small_mnist / f"{name}-ubyte.gz"
     path.write_bytes(break_it(path.read_bytes()))
     before = path.read_bytes()
     with pytest.raises(ValueError, match=rf"{name}.*{message}"):
@@ -120,7 +122,7 @@ def test_missing_mnist_says_how_to_get_it(tmp_path):
 def test_a_wrong_download_is_refused_and_removed(small_mnist, tmp_path, monkeypatch):
     served = tmp_path / "served"
     served.mkdir()
-    name = next(iter(data._MNIST))
+    name = "train-images-idx3-ubyte.gz"
     (served / name).write_bytes(idx(0x803, (3, 28, 28), bytes(3 * 784)))
     (small_mnist / name).unlink()
     monkeypatch.setattr(data, "_MNIST_MIRROR", served.as_uri() + "/")
@@ -132,8 +134,8 @@ def test_a_wrong_download_is_refused_and_removed(small_mnist, tmp_path, monkeypa
 def test_a_right_download_arrives_and_is_read(small_mnist, tmp_path, monkeypatch):
     served = tmp_path / "served"
     served.mkdir()
-    for name in data._MNIST:
-        shutil.move(small_mnist / name, served / name)
+    for path in small_mnist.glob("*.gz"):
+        shutil.move(path, served)
     monkeypatch.setattr(data, "_MNIST_MIRROR", served.as_uri() + "/")
     assert len(data.mnist(small_mnist, download=True)[0]) == 3
 

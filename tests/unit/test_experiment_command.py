@@ -1,8 +1,6 @@
 """`mpkit experiment grid.json` as a server runs it."""
 
-import errno
 import json
-import os
 
 import pytest
 
@@ -52,7 +50,7 @@ def test_a_failed_run_is_told_with_its_error_and_the_status_says_so(tmp_path, ca
         ("{", "no JSON file"),
         ("[]", "must be an object"),
         ('{"grid": {"x": [1]}, "seed": 1}', "unexpected keyword argument 'seed'"),
-        ('{"seeds": 1}', "missing 1 required positional argument: 'grid'"),
+        ('{"seeds": 1}', "has no grid; mpkit experiment --help shows one"),
         ('{"grid": {"x": [1]}, "metrics": "y"}', "metrics must be a list of names"),
         ('{"grid": {"x": 1}}', "must be a list of values"),
         ('{"grid": [], "run": "nothing_there:f"}', "No module named"),
@@ -95,15 +93,6 @@ def test_a_text_in_the_form_of_a_name_stands_for_what_it_names(tmp_path):
     asked = {"run": "test_experiment_command:typed", "grid": {"x": ["math:sqrt", "12:30"]}, "seeds": 1}
     frame = results_of({**asked, "fixed": {"k": ["json:loads"]}}, tmp_path).frame
     assert frame[["functions", "x"]].values.tolist() == [[2, "sqrt"], [1, "12:30"]]
-
-
-def test_a_full_disk_is_told_with_what_becomes_of_the_finished_cells(tmp_path, monkeypatch, capsys):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/cell.json")
-
-    monkeypatch.setattr("mpkit.experiment.store.write_whole", full)
-    assert main(["experiment", written(tmp_path / "g.json", grid={"x": [1]})]) == 2
-    assert "'/disk/cell.json'; what is finished is kept: give the same line again" in capsys.readouterr().err
 
 
 def test_a_missing_file_and_a_folder_without_an_experiment(tmp_path, capsys):

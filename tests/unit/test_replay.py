@@ -17,7 +17,7 @@ from mpkit.formats import E5M2, FP16
 from mpkit.policies import FRAMEWORKS, ScalePolicy, advance, initial, preset, run, stack
 from mpkit.record import Trace
 from mpkit.replay import CAVEAT, ceilings, flushed, flushed_by_current_scale, replay, simulate, sweep, swept
-from mpkit.replay.percent import percent, percents
+from mpkit.replay.percent import percent
 
 GIVEN = {
     "jmp": {"loss_scale": 2.0**16, "period": 20},
@@ -317,8 +317,3 @@ def test_what_cannot_be_replayed_is_refused(call, error, words) -> None:
 )
 def test_a_share_next_to_none_or_all_is_told_as_such(share: float, digits: int, words: str) -> None:
     assert percent(share, digits) == words
-
-
-def test_a_picture_rounds_shares_to_a_tenth_and_neither_end_is_reached_by_rounding() -> None:
-    shares = [0.0, 0.12345, 0.0004, 0.00051, 0.9994, 0.99951, 1.0, 0.5]
-    assert percents(shares).tolist() == pytest.approx([0.0, 12.3, 0.04, 0.1, 99.9, 99.9, 100.0, 50.0], rel=1e-12)

@@ -132,10 +132,15 @@ def stopped(**_):
     raise KeyboardInterrupt
 
 
+def _content(name: str, shape: tuple[int, ...]) -> bytes:
+    """An idx file of a shape."""
+    magic = 0x803 if "images" in name else 0x801
+    return struct.pack(f">{1 + len(shape)}I", magic, *shape) + bytes(i % 10 for i in range(int(np.prod(shape))))
+
+
 def _idx(folder: Path) -> Path:
-    for name, (magic, shape, _) in data._MNIST.items():
-        content = struct.pack(f">{1 + len(shape)}I", magic, *shape) + bytes(i % 10 for i in range(int(np.prod(shape))))
-        (folder / name).write_bytes(gzip.compress(content, mtime=0))
+    for name, (shape, _) in data._MNIST.items():
+        (folder / f"{name}-ubyte.gz").write_bytes(gzip.compress(_content(name, shape), mtime=0))
     return folder / "t10k-images-idx3-ubyte.gz"
 
 
@@ -332,11 +337,8 @@ def refusal(kind: Kind, path: Path) -> str | None:
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    small = {}
-    for name, (magic, shape, _) in data._MNIST.items():
-        rows = (3, *shape[1:])
-        content = struct.pack(f">{1 + len(rows)}I", magic, *rows) + bytes(i % 10 for i in range(int(np.prod(rows))))
-        small[name] = (magic, rows, hashlib.sha256(content).hexdigest())
+    rows = {name: (3, *shape[1:]) for name, (shape, _) in data._MNIST.items()}
+    small = {name: (shape, hashlib.sha256(_content(name, shape)).hexdigest()) for name, shape in rows.items()}
     monkeypatch.setattr(data, "_MNIST", small)
     return tmp_path
 
