@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.threads < 1:
         parser.error(f"--threads must be at least 1, got {options.threads}")
+    if options.gpu and not torch.cuda.is_available():
+        print("not measured on a GPU: torch sees no CUDA device here", file=sys.stderr)
+        return 1
     try:  # known before anything is measured, and not after it
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -46,9 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--out cannot be written: {error}")
     torch.set_num_threads(options.threads)
-    if options.gpu and not torch.cuda.is_available():
-        print("not measured on a GPU: torch sees no CUDA device here", file=sys.stderr)
-        return 1
     try:
         device = torch.device("cuda", 0) if options.gpu else default_device()
     except ValueError as error:

@@ -104,6 +104,7 @@ class _Hasher(NumpyHasher):
         if isinstance(value, types.CodeType):
             return self.code(value)
         if isinstance(value, types.FunctionType | type):
+            value = vars(value).get("_torchdynamo_orig_callable", value)  # what torch.compile made changes in use
             if self.is_library(value.__module__) and "<" not in value.__qualname__:
                 return value.__module__, value.__qualname__
             return self.once(value, self.class_ if isinstance(value, type) else self.function)

@@ -2,13 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from recorded import trace_of
 
 from mpkit.blocks import MXFP8_E4M3, quantize_blocks
 from mpkit.boost import GroupLossScaleManager
 from mpkit.formats import E4M3FN, E5M2, FP16, get_format
 from mpkit.optimizers import SGD
+from mpkit.replay import flushed
 
 
 @pytest.mark.parametrize("name", ["fp16", "e5m2", "e4m3fn", "e4m3fnuz"])
@@ -51,3 +54,14 @@ def test_a_marker_names_a_group_up_to_the_last():
     for layers in ((0, last + 1), (-1, 0)):
         with pytest.raises(ValueError, match="group"):
             manager(x, *layers)
+
+
+@pytest.mark.parametrize("name", ["fp16", "e5m2", "e4m3fn"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**7])
+def test_what_lies_below_half_the_smallest_number_is_flushed_and_no_more(name, scale):
+    """In each power of two around that half one value: a cast keeps those above, and those alone."""
+    fmt = get_format(name)
+    values = torch.tensor([1.5 * fmt.min_subnormal / scale * 2.0**k for k in (-4, -3, -2, -1, 0)])
+    lost = (values * scale).to(fmt.torch_dtype) == 0
+    assert lost.tolist() == [True, True, True, False, False]
+    assert flushed(trace_of([values], form=name), np.array([[scale]])).item() == pytest.approx(0.6)

@@ -7,13 +7,10 @@ import torch
 
 from mpkit.experiment import experiment
 
-TABLE = {  # metric by cell and seed
+TABLE = {  # metric by cell and seed; what is made of them the contract says
     "base": [90.0, 91.0, 92.0, 93.0],
-    "better": [92.0, 93.1, 93.9, 95.0],  # +2.0 +2.1 +1.9 +2.0
-    "worse": [88.0, 88.9, 90.1, 91.0],
-    "noisy": [95.0, 87.0, 97.0, 90.0],  # +5 -4 +5 -3
-    "same": [90.0, 91.0, 92.0, 93.0],
-    "lost": [90.5, math.nan, math.inf, 93.6],
+    "better": [92.0, 93.1, 93.9, 95.0],
+    "noisy": [95.0, 87.0, 97.0, 90.0],
     "gone": [math.nan] * 4,
     "broken": [90.0, None, 92.0, 93.0],
 }
@@ -29,21 +26,10 @@ def made(*names, seeds=4, **options):
     return experiment(run, {name: {"name": name} for name in names}, seeds=seeds, progress=False, **options)
 
 
-def test_every_verdict_has_its_sentence():
-    said = made(*TABLE).summary("accuracy")["sentence"]
-    # +2.0, +2.1, +1.9, +2.0: spread sqrt(0.02 / 3) = 0.08165, t(3) = 3.182, half 3.182 * 0.08165 / 2 = 0.130
-    assert said["better"] == (
-        "better: better, +2 against base (95 % interval +1.87 to +2.13, 4 seeds), also after the correction for 6 "
-        "comparisons."
-    )
-    assert said["base"] == "base: the baseline, 91.5 in 4 seeds."
-    assert said["same"] == "same: equal to base in every one of 4 seeds."
-    assert said["lost"].endswith("2 of 4 runs gave no finite number and are left out.")
-    assert said["gone"] == "gone: none of 4 runs gave a finite number."
-    assert "1 of 4 runs gave no finite number" in said["broken"]
-    assert said["noisy"].endswith("more seeds to show.")
-    one = made("base", "better", seeds=1).summary("accuracy")["sentence"].iloc[1]
-    assert one == "better: +2 against base in the one seed that both have, which may be chance; run 5 seeds or more."
+def test_a_failed_run_gives_no_number_and_one_seed_no_verdict():
+    row = made("base", "broken").summary("accuracy").loc["broken"]
+    assert (row["n"], "1 of 4 runs gave no finite number" in row["sentence"]) == (3, True)
+    assert made("base", "better", seeds=1).summary("accuracy")["verdict"].tolist() == ["baseline", "one seed"]
 
 
 def test_a_difference_that_holds_alone_and_not_among_many_is_said_to_be_so():
@@ -90,15 +76,6 @@ def test_each_cell_has_its_own_baseline_where_the_baseline_names_an_argument():
     with pytest.raises(ValueError, match="name more arguments of the baseline"):
         experiment(two, [*({"level": "O0", "network": n} for n in "ab"), {"level": "O2", "network": "c"}],
                    baseline={"level": "O0"}, progress=False)  # fmt: skip
-
-
-def test_pairing_by_seed_finds_what_the_spread_between_seeds_hides():
-    def paired_run(seed, up):
-        return {"accuracy": 10.0 * seed + up * (1 + 0.1 * (seed % 2))}
-
-    table = experiment(paired_run, {"up": [0, 1]}, seeds=6, progress=False).summary("accuracy")
-    assert table["spread"].iloc[0] > 15
-    assert table["verdict"].iloc[1] == "better"
 
 
 def test_intervals_of_means_by_hand():

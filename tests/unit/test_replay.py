@@ -212,6 +212,13 @@ def test_sweep_is_replay_of_every_combination() -> None:
             assert row[key] == pytest.approx(alone[key], rel=1e-12)
     changed = dataclasses.replace(trace, scale=np.linspace(8.0, 16.0, len(trace)))
     assert sweep(changed, factor=[2], window=[5])["init"].tolist() == [8.0]  # the scale that the trace began with
+    assert sweep(changed, init=np.array(2.0))["init"].tolist() == [2.0]
+
+
+def test_without_histograms_only_skipped_steps_are_lost() -> None:
+    trace = trace_of([torch.ones(2), INF, torch.ones(2)]).thinned([])
+    row = replay(trace, preset("torch")).iloc[0]
+    assert (row["lost"], math.isnan(row["flushed"])) == (pytest.approx(1 / 3), True)
 
 
 def test_a_long_trace_is_looked_at_from_its_first_to_its_last_step() -> None:

@@ -19,7 +19,6 @@ import tempfile
 import tracemalloc
 import warnings
 import zipfile
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -208,16 +207,6 @@ def _overwrite(raw, rng):
     return raw[:at] + rng.choice((bytes(long), b"\xff" * long, rng.randbytes(long))) + raw[at + long :]
 
 
-def _remove(raw, rng):
-    at = rng.randrange(len(raw))
-    return raw[:at] + raw[at + rng.randrange(1, 60) :]
-
-
-def _repeat(raw, rng):
-    at, long = rng.randrange(len(raw)), rng.randrange(1, 200)
-    return raw[: at + long] + raw[at:]
-
-
 def _foreign(raw, rng):
     return rng.choice((b"", b"\0" * 100, b"<html>", b"PK\x03\x04", b"\x93NUMPY", b"{", rng.randbytes(300)))
 
@@ -286,7 +275,7 @@ def _deep(raw, rng):
     return rng.choice((b"[" * many + b"]" * many, b'{"a":' * many + b"1" + b"}" * many, b"[" * many))
 
 
-BLIND = (_cut, _flip, _overwrite, _remove, _repeat, _foreign)
+BLIND = (_cut, _flip, _overwrite, _foreign)
 
 
 def _entries(raw):
@@ -379,40 +368,23 @@ def test_a_file_that_grows_a_thousandfold_is_refused_before_it_is_unpacked(tmp_p
         tracemalloc.stop()
 
 
-def _sharing(names: list[str], content: bytes, packed: bool) -> bytes:
-    """A zip file whose entries are the same bytes: the header of each holds those of all that follow as its own."""
-    deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
-    data = deflate.compress(content) + deflate.flush() if packed else content
-    common = (8 * packed, 0, 0, zlib.crc32(content), len(data), len(content))
-    heads, listed, at = b"", b"", 0
-    for i, name in enumerate(map(str.encode, names)):
-        rest = sum(30 + len(later) for later in names[i + 1 :])
-        heads += struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 20, 0, *common, len(name), rest) + name
-        listed += struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", 20, 20, 0, *common, len(name), 0, 0, 0, 0, 0, at) + name
-        at += 30 + len(name)
-    body = heads + data
-    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, len(names), len(names), len(listed), len(body), 0)
-    return body + listed + end
-
-
 def test_entries_that_lie_in_each_other_are_refused_before_they_are_unpacked(tmp_path):
     """Else 100 kB become gigabytes, each entry by no more than the allowed factor. Not every Python looks at this."""
-    array = io.BytesIO()
-    np.save(array, np.tile(np.arange(200, dtype=np.uint8), 10_000))
+    np.save(array := io.BytesIO(), np.tile(np.arange(200, dtype=np.uint8), 10_000))
     path = tmp_path / "bomb.npz"
-    path.write_bytes(_sharing([f"{i:03}.npy" for i in range(200)], array.getvalue(), packed=True))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("0.npy", array.getvalue())
+        for i in range(1, 200):  # further names for the same bytes
+            file.filelist.append(copy.copy(file.filelist[0]))
+            file.filelist[-1].filename = f"{i}.npy"
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match="its entries lie in each other"):
-            read_npz(path)
+        for read in (read_npz, read_tensors):
+            with pytest.raises(ValueError, match="its entries lie in each other"):
+                read(path)
         assert tracemalloc.get_traced_memory()[1] < 2**21
     finally:
         tracemalloc.stop()
-    path.write_bytes(_sharing(["c/data.pkl", "c/data/0"], bytes(1000), packed=False))
-    with pytest.raises(ValueError, match="its entries lie in each other"):
-        read_tensors(path)
-    path.write_bytes(_sharing(["000.npy"], array.getvalue(), packed=True))
-    assert read_npz(path)["000"].shape == (2_000_000,)
 
 
 ELSE = {  # what does not call it a device
