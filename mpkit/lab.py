@@ -17,7 +17,6 @@ from mpkit.files import write_whole
 
 DEFAULT = "mpkit-lessons"
 FIRST_LESSON = "00_start_here.ipynb"
-FLAGS = {"", "-y", "--no-browser", "--debug", "--allow-root"}  # options of JupyterLab after which no value stands
 RECORD = ".mpkit-lessons.json"  # file -> SHA-256 of what was copied: what differs from it is the reader's own work
 
 
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     try:
         folder = Path(named).expanduser()
         copied, kept = copy_lessons(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a ~ where nobody has a home
+    except OSError as error:
         return _fail(f"the lessons could not be copied into {named} ({error}); name a folder that you may write in")
     new = "1 file is" if copied == 1 else f"{copied or 'no'} files are"
     print(f"mpkit: {new} new in {folder.resolve()}", flush=True)
@@ -64,11 +63,8 @@ def _asked(arguments: Sequence[str]) -> tuple[str, bool, list[str]]:
     options, others = parser.parse_known_args(words)
     if not named:  # as in `mpkit lab "$FOLDER"` where the variable is not set
         parser.error("the name of the folder is empty; . is the one that you are in")
-    if options.copy_only and others:
-        parser.error(f"{others[0]} means nothing beside --copy-only; FOLDER stands first")
-    for before, word in zip(["", *others], others):  # before anything is copied into another folder
-        if not word.startswith("-") and (before in FLAGS or "=" in before or not before.startswith("-")):
-            parser.error(f"one FOLDER is needed, as the first word, got {word} where an option of JupyterLab may stand")
+    if others and (options.copy_only or not others[0].startswith("-")):  # before anything is copied
+        parser.error(f"{others[0]} means nothing here; FOLDER stands first")
     return named, options.copy_only, others
 
 
@@ -79,7 +75,7 @@ def installed_lessons() -> Path | None:
 
 
 def copy_lessons(folder: str | os.PathLike[str]) -> tuple[int, list[str]]:
-    """Copy lessons and released labs into `folder`; a file that its reader changed stays as it is.
+    """Copy lessons and released labs into `folder`; a file that its reader changed, or a link, stays as it is.
 
     A file is the reader's when it differs both from the lesson of today and from what an earlier copy wrote.
 
@@ -117,7 +113,7 @@ def _copy_each(lessons: Path, folder: Path, record: dict[str, str]) -> tuple[int
         content = as_opened(source.read_bytes()) if source.suffix == ".ipynb" else source.read_bytes()
         target = folder / name
         if target.is_symlink() or target.exists():
-            found = _hash_of(target)
+            found = _sha256(target.read_bytes()) if target.is_file() and not target.is_symlink() else None
             if found is None or found not in (record.get(name), _sha256(content)):
                 kept.append(name)
                 continue
@@ -127,14 +123,6 @@ def _copy_each(lessons: Path, folder: Path, record: dict[str, str]) -> tuple[int
         _write(target, content)
         record[name], written = _sha256(content), written + 1
     return written, kept
-
-
-def _hash_of(target: Path) -> str | None:
-    """The hash of a plain file that can be read; None of anything else, which is then the reader's."""
-    try:
-        return _sha256(target.read_bytes()) if target.is_file() and not target.is_symlink() else None
-    except PermissionError:
-        return None
 
 
 def as_opened(content: bytes) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
+from operator import length_hint
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -53,18 +54,10 @@ def batches_of(
         data, test = (Subset(data, part) for part in (rows[:keep], rows[keep:]))
     batches = _batches(data, batch, seed, True, device)
     tested = None if test is None else _batches(test, 250, seed, False, device)
-    if tested is not None and _length(tested) == 0:
+    if tested is not None and length_hint(tested, -1) == 0:
         raise ValueError("the test data gives no batch; leave 'test' out for a training without a test")
-    steps = _length(batches)
-    return batches, tested, sum(1 for _ in batches) if steps is None else steps
-
-
-def _length(batches: Iterable[Any]) -> int | None:
-    """How many batches there are; None where that is not known, as of a stream."""
-    try:
-        return len(batches) if isinstance(batches, Sized) else None
-    except (TypeError, NotImplementedError):
-        return None
+    steps = length_hint(batches, -1)  # of a stream nobody knows it
+    return batches, tested, steps if steps >= 0 else sum(1 for _ in batches)
 
 
 def _named(data: object) -> object:

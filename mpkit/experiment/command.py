@@ -38,19 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="where the finished cells go (default: the name of the file)")
     parser.add_argument("--jobs", type=int, help="processes; -1: one per core (default: n_jobs of the file, else 1)")
     parser.add_argument("--retry", action="store_true", help="run failed cells again")
-    parser.add_argument("--show", action="store_true", help="run nothing, print what is finished")
     options = parser.parse_args(arguments)
-    if not options.grid.name:  # as in `mpkit experiment "$GRID"` where the variable is not set
-        parser.error("the name of the grid file is empty")
-    folder = options.folder or options.grid.with_suffix("")
+    jobs = {} if options.jobs is None else {"n_jobs": options.jobs}
     try:
-        if options.show:
-            results = Results.load(folder)
-            asked: dict[str, Any] = read(options.grid) if options.grid.is_file() else {}
-        else:
-            asked = read(options.grid)
-            jobs = {} if options.jobs is None else {"n_jobs": options.jobs}
-            results = results_of(asked, folder, retry=options.retry, **jobs)
+        asked = read(options.grid)
+        results = results_of(asked, options.folder or options.grid.with_suffix(""), retry=options.retry, **jobs)
         print(told(results, asked.get("metrics")))
     except (OSError, TypeError, ValueError) as error:
         print(f"mpkit experiment: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import joblib
+from tqdm.auto import tqdm
 
 from mpkit.arguments import check_flags, check_kind, is_whole
 from mpkit.device import default_device
@@ -83,9 +84,9 @@ def experiment(
         check_flags(progress=progress)
     check_flags(retry=retry)
     check_kind("version", version, str, "your own word for the code", optional=True)
-    if n_jobs == 0 or not (n_jobs is None or is_whole(n_jobs)):
-        error = ValueError if n_jobs == 0 else TypeError
-        raise error(f"n_jobs must be a number of processes, or -1 for one per core, got {n_jobs!r}")
+    if n_jobs is not None and not (is_whole(n_jobs) and 0 < abs(n_jobs) < 2**20):
+        error = ValueError if is_whole(n_jobs) else TypeError
+        raise error(f"n_jobs must be a number of processes, or -1 for one per core, got {n_jobs!r:.60}")
     jobs = 1 if default_device().type == "cuda" else joblib.effective_n_jobs(n_jobs)
     place = temporary() if folder is None else folder_at(folder)
     tasks, index = _planned(run, grid, seeds, baseline, version, jobs == 1, place)
@@ -97,11 +98,14 @@ def experiment(
     for stem in pending:
         file_of(place, stem).unlink(missing_ok=True)
     stopped = False
-    with _reported(progress, len(rows), len(tasks)) as report:
+    with tqdm(total=len(tasks), initial=len(rows), unit="run", disable=progress is not True) as bar:
         try:
             for row in _ended(place, pending, jobs):
                 rows[row.stem] = row
-                report(row)
+                bar.set_postfix(failed=sum(bool(row.error) for row in rows.values()))
+                bar.update()
+                if callable(progress) and progress(len(rows), len(tasks), row) is False:
+                    raise KeyboardInterrupt
         except KeyboardInterrupt:  # what is finished is kept
             stopped = True
     return Results(index, list(rows.values()), folder=place, stopped=stopped)
@@ -173,26 +177,3 @@ def _say_what_changed(place: Path, tasks: Mapping[str, Task]) -> None:
         changed += [f"{n} {row.versions.get(n)} -> {v}" for n, v in now.versions.items() if row.versions.get(n) != v]
     said = f"{len(old)} finished cells in {place} were made by other code: {', '.join(changed)}"
     warnings.warn(f"{said}; they are kept, not used here, and run again", RuntimeWarning, stacklevel=3)
-
-
-@contextlib.contextmanager
-def _reported(progress: Progress, done: int, total: int) -> Iterator[Callable[[Row], None]]:
-    """What is called with each finished row."""
-    bar: Any = None
-    if progress is True:
-        with contextlib.suppress(ImportError):
-            from tqdm.auto import tqdm
-
-            bar = tqdm(total=total, initial=done, unit="run")
-    count = Counter(done=done)
-
-    def report(row: Row) -> None:
-        count.update(done=1, failed=bool(row.error))
-        if callable(progress) and progress(count["done"], total, row) is False:
-            raise KeyboardInterrupt
-        if bar is not None:
-            bar.set_postfix(failed=count["failed"])
-            bar.update()
-
-    with bar if bar is not None else contextlib.nullcontext():
-        yield report

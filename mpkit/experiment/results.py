@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.arguments import check_count, check_kind
+from mpkit.arguments import check_count
 from mpkit.experiment.identity import name_of
 from mpkit.experiment.statistics import Paired, holm, paired
 from mpkit.experiment.store import INDEX, Row, cell_key, folder_at, index_text, read_index, read_rows
@@ -45,7 +45,8 @@ class Results:
     """
 
     def __init__(self, index: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, stopped: bool = False) -> None:
-        check_kind("index", index, Mapping, "a dict with the keys 'cells' and 'seeds'")
+        if not isinstance(index, Mapping) or {"cells", "seeds"} - set(index):
+            raise TypeError(f"index must be a dict with the keys 'cells' and 'seeds', got {index!r:.100}")
         self.labels: list[str] = [cell["label"] for cell in index["cells"]]
         self.seeds: list[int] = list(index["seeds"])
         self.folder, self.stopped = folder, stopped

@@ -165,15 +165,14 @@ def read_index(folder: Path) -> dict[str, Any]:
     Raises:  FileNotFoundError where that is not there or not readable.
     """
     kinds = {"cell": dict, "label": str, "baseline": int}
-    with_reason = f"no experiment in {folder}; experiment(run, grid, folder=...) makes one"
     try:
         index = read_json(folder / INDEX)
         cells, seeds = index["cells"], index["seeds"]
         fits = index["schema"] == SCHEMA and type(index["code"]) is str and {type(seed) for seed in seeds} <= {int}
         fits &= all(type(c[key]) is kind for c in cells for key, kind in kinds.items())
         fits &= all(0 <= c["baseline"] < len(cells) for c in cells)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FileNotFoundError(with_reason) from error
+    except (OSError, ValueError, KeyError, TypeError):
+        fits = False
     if not fits:
-        raise FileNotFoundError(with_reason)
+        raise FileNotFoundError(f"no experiment in {folder}; experiment(run, grid, folder=...) makes one")
     return index
