@@ -222,54 +222,35 @@ def batches():
     return [(images[part], labels[part]) for part in order.split(BATCH)]
 
 
-def trained(batches, dtype):
-    """One epoch of the tutorial's training step, plain SGD with rate 0.01; float32 when `dtype` is None."""
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, FP16], ids=["float32", "bfloat16", "emulated fp16"])
+def test_one_epoch_of_mnist_at_o2(batches, dtype):
+    """The tutorial's training step, plain SGD with rate 0.01; its skips are those that the scale asks for."""
     torch.manual_seed(1)
     model = Network()
     if dtype is not None:
         auto_mixed_precision(model, "O2", dtype)
     loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-2)
-    loss_scaler = DynamicLossScaler(scale_value=2**16, scale_factor=2, scale_window=50)
+    scaler = DynamicLossScaler(scale_value=2**16, scale_factor=2, scale_window=50)
     losses, skipped = [], 0
     for x, label in batches:
         loss = loss_fn(model(x), label)
         optimizer.zero_grad()
-        loss_scaler.scale(loss).backward()
-        grads = [p.grad for p in model.parameters()]
-        is_finite = all_finite(grads)
+        scaler.scale(loss).backward()
+        is_finite = all_finite(grads := [p.grad for p in model.parameters()])
         if is_finite:
-            for p, grad in zip(model.parameters(), loss_scaler.unscale(grads)):
+            for p, grad in zip(model.parameters(), scaler.unscale(grads)):
                 p.grad = grad
             optimizer.step()
         skipped += not is_finite
-        loss_scaler.adjust(is_finite)
+        scaler.adjust(is_finite)
         losses.append(loss.item())
-    return model, torch.tensor(losses), skipped, loss_scaler
-
-
-@pytest.fixture(scope="module")
-def plain(batches):
-    return trained(batches, None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP16], ids=["bfloat16", "emulated fp16"])
-def test_one_epoch_of_mnist_at_o2(batches, plain, dtype):
-    model, losses, skipped, scaler = trained(batches, dtype)
-    assert len(losses) == 938
-    assert abs(losses[0] - 2.3) <= 0.05
-    assert losses[-100:].mean() < 0.40
+    assert (len(losses), losses[0]) == (938, pytest.approx(2.3, abs=0.05))
+    assert sum(losses[-100:]) < 40
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
-    smooth = torch.stack([run.unfold(0, 50, 50).mean(1) for run in (losses, plain[1])])
-    assert ((smooth[0] - smooth[1]).abs() <= 0.05 * smooth[1]).all()
     if dtype == FP16:
         assert skipped > 0  # the scale found the ceiling of float16 and came back
         assert scaler.scale_value < 2.0**20
     else:
         assert skipped == 0
         assert scaler.scale_value == 2.0 ** (16 + 938 // 50)
-
-
-def test_plain_float32_learns_too(plain):
-    assert plain[1][-100:].mean() < 0.40
-    assert plain[2] == 0
