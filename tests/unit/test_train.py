@@ -342,7 +342,7 @@ def test_experiment_trains_a_grid_and_draws_it():
         ({"data": [{"x": 1, "y": 2}]}, ValueError, r"a batch must be \(x, y\).*got a dict"),
         ({"data": [(*rows(), 3)]}, ValueError, r"a batch must be \(x, y\).*got 3 parts"),
         ({"data": {"train": rows(), "test": []}}, ValueError, "test data gives no batch"),
-        ({"data": {"train": rows(), "test": iter(())}}, ValueError, "test data gave no batch"),
+        ({"data": {"train": rows(), "test": (batch for batch in ())}}, ValueError, "test data gave no batch"),
         ({"data": (torch.zeros(1, 4), torch.zeros(1))}, ValueError, "one row cannot be divided"),
         ({"optimizer": "Adem"}, ValueError, "no optimizer is called 'Adem'"),
         ({"optimizer": 3}, TypeError, "a name or a function"),
