@@ -97,18 +97,24 @@ def experiment(
     pending = {stem: task for stem, task in tasks.items() if stem not in rows}
     for stem in pending:
         file_of(place, stem).unlink(missing_ok=True)
-    stopped = False
-    with tqdm(total=len(tasks), initial=len(rows), unit="run", disable=progress is not True) as bar:
+    stopped = _stopped(place, pending, rows, jobs, progress)
+    return Results(index, list(rows.values()), folder=place, stopped=stopped)
+
+
+def _stopped(place: Path, pending: dict[str, Task], rows: dict[str, Row], jobs: int, progress: Progress) -> bool:
+    """Run what is pending, and add it to the rows. Whether it was stopped before its end."""
+    total = len(rows) + len(pending)
+    with tqdm(total=total, initial=len(rows), unit="run", disable=progress is not True) as bar:
         try:
             for row in _ended(place, pending, jobs):
                 rows[row.stem] = row
                 bar.set_postfix(failed=sum(bool(row.error) for row in rows.values()))
                 bar.update()
-                if callable(progress) and progress(len(rows), len(tasks), row) is False:
-                    raise KeyboardInterrupt
+                if callable(progress) and progress(len(rows), total, row) is False:
+                    return True
         except KeyboardInterrupt:  # what is finished is kept
-            stopped = True
-    return Results(index, list(rows.values()), folder=place, stopped=stopped)
+            return True
+    return False
 
 
 def _planned(
