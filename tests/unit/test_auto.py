@@ -16,63 +16,26 @@ from mpkit.boost.config import FLAGS, KEYS, MODES, TUNED
 from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.step import WithLossCell
 
-DEFAULTS = {
-    "gradient_split_groups": None,
-    "device_number": 8,
-    "fn_flag": True,
-    "gc_flag": True,
-    "param_groups": 10,
-    "freeze_type": 1,
-    "freeze_p": 0.7,
-    "total_steps": 65536,
-    "grad_accumulation_step": 1,
-    "rho": 0.55,
-    "gamma": 0.9,
-    "alpha": 0.001,
-    "sigma": 0.4,
-    "n_components": 32,
-    "pca_mat_path": None,
-    "weight_load_dir": None,
-    "timeout": 1800,
+TABLE: dict[str, tuple[Any, Any, Any]] = {  # key -> what it is by default, another value, one that is refused
+    "gradient_split_groups": (None, [7, 23], (1, 2)),
+    "device_number": (8, 1, 0),
+    "fn_flag": (True, False, 1),
+    "gc_flag": (True, False, "yes"),
+    "param_groups": (10, 3, 2.5),
+    "freeze_type": (1, 0, True),
+    "freeze_p": (0.7, 0.5, 1.2),
+    "total_steps": (65536, 20, "many"),
+    "grad_accumulation_step": (1, 4, 0),
+    "rho": (0.55, 0.3, -0.1),
+    "gamma": (0.9, 0.5, None),
+    "alpha": (0.001, "lr", "fast"),
+    "sigma": (0.4, 0.2, 2),
+    "n_components": (32, 9, 0),
+    "pca_mat_path": (None, "p.npy", 3),
+    "weight_load_dir": (None, "w", 4),
+    "timeout": (1800, 23, -1),
 }
-OTHER: dict[str, Any] = {
-    "gradient_split_groups": [7, 23],
-    "device_number": 1,
-    "fn_flag": False,
-    "gc_flag": False,
-    "param_groups": 3,
-    "freeze_type": 0,
-    "freeze_p": 0.5,
-    "total_steps": 20,
-    "grad_accumulation_step": 4,
-    "rho": 0.3,
-    "gamma": 0.5,
-    "alpha": "lr",
-    "sigma": 0.2,
-    "n_components": 9,
-    "pca_mat_path": "p.npy",
-    "weight_load_dir": "w",
-    "timeout": 23,
-}
-BAD: dict[str, Any] = {
-    "gradient_split_groups": (1, 2),
-    "device_number": 0,
-    "fn_flag": 1,
-    "gc_flag": "yes",
-    "param_groups": 2.5,
-    "freeze_type": True,
-    "freeze_p": 1.2,
-    "total_steps": "many",
-    "grad_accumulation_step": 0,
-    "rho": -0.1,
-    "gamma": None,
-    "alpha": "fast",
-    "sigma": 2,
-    "n_components": 0,
-    "pca_mat_path": 3,
-    "weight_load_dir": 4,
-    "timeout": -1,
-}
+DEFAULTS = {name: row[0] for name, row in TABLE.items()}
 ALL_ON = {"mode": "manual", **dict.fromkeys(FLAGS, True)}
 
 
@@ -80,16 +43,15 @@ def sgd(net: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, **options)
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", TABLE)
 def test_every_key_is_read_in_its_section_and_checked(name: str) -> None:
-    section = KEYS[name]
-    config = {"boost": ALL_ON, section: {name: OTHER[name]}}
-    assert AutoBoost("O0", config).hyper == {**DEFAULTS, name: OTHER[name]}
+    section, (_, other, bad) = KEYS[name], TABLE[name]
+    assert AutoBoost("O0", {"boost": ALL_ON, section: {name: other}}).hyper == {**DEFAULTS, name: other}
     with pytest.raises(ValueError, match=f"section {section}: .*{name}"):
-        AutoBoost("O0", {"boost": ALL_ON, section: {name: BAD[name]}})
+        AutoBoost("O0", {"boost": ALL_ON, section: {name: bad}})
     wrong = "less_bn" if section != "less_bn" else "grad_freeze"
     with pytest.raises(ValueError, match=f"it belongs to section '{section}'"):
-        AutoBoost("O0", {wrong: {name: OTHER[name]}})
+        AutoBoost("O0", {wrong: {name: other}})
 
 
 @pytest.mark.parametrize(

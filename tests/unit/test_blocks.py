@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from mpkit.blocks import (
     BLOCK_FORMATS,
@@ -26,12 +27,16 @@ from mpkit.blocks import (
     MXINT8,
     NVFP4,
     BlockFormat,
+    IntFormat,
     hadamard,
     quantize_blocks,
     round_with_bits,
 )
-from mpkit.formats import E2M1, E4M3FN, E5M2, FP16, FP32
-from mpkit.rounding import round_to
+from mpkit.casting import cast_like
+from mpkit.casting.products import recipe_linear, recipe_rule
+from mpkit.casting.recipe import RECIPES
+from mpkit.formats import BF16, E2M1, E4M3FN, E5M2, FP16, FP32, FloatFormat
+from mpkit.rounding import round_to, rounding_error, ulp
 
 MX = [fmt for fmt in BLOCK_FORMATS.values() if fmt.name.startswith("mxfp")]
 RULES = ("floor", "ceil", "even", "rceil")
@@ -249,8 +254,17 @@ def test_compiled_and_eager_agree():
         assert torch.equal(compiled(x), quantize_blocks(x, fmt).dequantize())
 
 
+DENSE = (
+    lambda x: round_to(x, FP16),
+    lambda x: ulp(x, FP16),
+    lambda x: rounding_error(x, FP16),
+    lambda x: quantize_blocks(x, MXFP4),
+    hadamard,
+)
+
+
 def test_bad_input_is_refused_with_the_way_out():
-    x = torch.randn(4, 32)
+    x, bits, sparse = torch.randn(4, 32), torch.zeros(4, 32, dtype=torch.uint8), torch.eye(3).to_sparse()
     for wrong, error, words in (
         (lambda: quantize_blocks(x, E5M2), TypeError, "BlockFormat"),
         (lambda: quantize_blocks([1.0], MXFP4), TypeError, "a tensor"),
@@ -280,6 +294,16 @@ def test_bad_input_is_refused_with_the_way_out():
         (lambda: E8M0.encode(torch.tensor([3.0])), ValueError, "powers of two"),
         (lambda: E8M0.decode(torch.tensor([3.0])), TypeError, "integers"),
         (lambda: hadamard(x, 3), ValueError, "dim must lie"),
+        *((lambda o=o: hadamard(o), TypeError, "x must be a float tensor") for o in (x.int(), x > 0, x.cfloat())),
+        *((lambda o=o: round_with_bits(o, E2M1, bits), TypeError, "y is float32") for o in (x.double(), x.half())),
+        *((lambda o=o: round_with_bits(x, E2M1, o), TypeError, "bits are uint8") for o in (x, bits.int())),
+        (lambda: round_with_bits(x, FP32, bits), ValueError, "at most 15 fraction bits, fp32 has 23"),
+        (lambda: quantize_blocks(x, MXINT8, mode="stochastic", bits=bits), ValueError, "bits are for"),
+        *((lambda f=f: f.decode(torch.tensor([0, 256])), ValueError, f"patterns of {f.name}") for f in (E8M0, INT8)),
+        *((lambda f=f: f.decode(torch.tensor([0, -1])), ValueError, f"patterns of {f.name}") for f in (E8M0, INT8)),
+        *((lambda v=v: INT8.encode(torch.tensor([0.5, v])), ValueError, "is not a value of") for v in (2.0, math.nan)),
+        *((lambda b=b: IntFormat("x", *b), ValueError, "bits must be") for b in ((1, 0), (8, 9), (8, -1))),
+        *((lambda call=call: call(sparse), TypeError, r"need a dense tensor, got a sparse_\w+ one") for call in DENSE),
     ):
         with pytest.raises(error, match=words):
             wrong()
@@ -297,6 +321,7 @@ def test_the_default_device_is_not_asked(fmt: BlockFormat) -> None:
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     wanted = quantize_blocks(x, fmt)
     with torch.device("meta"):
+        assert E8M0.values()[-1].item() == 2.0**127
         got = quantize_blocks(x, fmt)
         assert torch.equal(got.dequantize(), wanted.dequantize())
         assert torch.equal(got.elements, wanted.elements)
@@ -308,3 +333,57 @@ def test_a_block_of_float64_too_small_for_a_finite_scale_is_that_of_float32(fmt:
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * 1e-37
     x[:, :32] *= 1e-3
     assert torch.equal(quantize_blocks(x.double(), fmt).scales, quantize_blocks(x, fmt).scales)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
+def test_copied_formats_and_recipes_cast_alike(again):
+    x = torch.randn(16, 256) * torch.logspace(-3, 3, 16)[:, None]
+    for fmt in (*MX, MXINT8, BlockFormat("te", E4M3FN, (1, 128), E8M0, "te")):
+        assert torch.equal(quantize_blocks(x, fmt).dequantize(), quantize_blocks(x, again(fmt)).dequantize())
+    for recipe in RECIPES.values():
+        for (key, cast), (_, other) in zip(recipe.casts(), again(recipe).casts()):
+            if cast is not None and other is not None and cast.rounding != "stochastic":
+                scale = torch.tensor(2.0) if cast.delayed else None
+                assert torch.equal(cast(x, 1, scale).values, other(x, 1, scale).values), (recipe.name, key)
+
+
+def test_a_saved_network_computes_the_same_where_its_recipe_was_never_used():
+    torch.manual_seed(0)
+    x, net = torch.randn(8, 64), cast_like(nn.Linear(64, 32), "mxfp8")
+    saved, want = pickle.dumps(net), net(x)
+    recipe_rule.cache_clear()  # as in another process: no equal recipe stands ready
+    assert torch.equal(pickle.loads(saved)(x), want)
+
+
+@pytest.mark.parametrize("element", [INT8, IntFormat("int4", 4, 2), FloatFormat("e2m1i", 2, 1)], ids=lambda e: e.name)
+def test_a_scale_below_the_normal_numbers_is_no_zero(element: FloatFormat | IntFormat):
+    """The largest element over the largest float32 is subnormal; its power of two is 2**-127 and not 0."""
+    fmt = BlockFormat("x", element, (1, 32), E8M0, "te")
+    q = quantize_blocks(torch.full((32,), torch.finfo(torch.float32).max), fmt)
+    assert q.scale_codes().tolist() == [254]
+    assert q.elements.tolist() == [min(element.max, 2.0)] * 32
+
+
+def test_hardware_rounding_knows_every_gap():
+    """Against fractions: floor of |y| / gap + bits / 256, for subnormals of a format with 8 exponent bits too."""
+    y = torch.tensor([1e-40, 3e-41, -1e-39, 1.17e-38, 2.0**-126, 1.0, -2.7, 3.39e38])
+    for bits in (0, 1, 77, 255):
+        got = round_with_bits(y, BF16, torch.full(y.shape, bits, dtype=torch.uint8))
+        gaps = [Fraction(BF16.ulp(v)) for v in y.tolist()]
+        want = [
+            float(math.copysign(1, v) * ((abs(Fraction(v)) + Fraction(bits, 256) * g) // g * g))
+            for v, g in zip(y.tolist(), gaps)
+        ]
+        assert got.tolist() == [max(-BF16.max, min(BF16.max, w)) for w in want]
+
+
+def test_a_recipe_takes_float_tensors_of_any_size():
+    for recipe in (RECIPES["te_current"], RECIPES["mxfp8"]):
+        with pytest.raises(TypeError, match="x and weight must be float tensors"):
+            recipe_linear(torch.ones(4, 32, dtype=torch.int32), torch.ones(16, 32), recipe)
+        for rows, features, outputs in ((4, 0, 16), (4, 32, 0), (0, 32, 16)):
+            both = torch.ones(rows, features, requires_grad=True), torch.ones(outputs, features, requires_grad=True)
+            y = recipe_linear(*both, recipe)
+            y.sum().backward()
+            assert y.shape == (rows, outputs)
+            assert not any(made.any() for made in (y, *(x.grad for x in both)))

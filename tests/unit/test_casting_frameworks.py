@@ -14,7 +14,7 @@ from autocast_oracle import KINDS, Apply, cuda_autocast, disagreement, dtypes_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpkit.casting import cast_like
+from mpkit.casting import auto_mixed_precision, cast_like, to_float
 from mpkit.casting.lists import LISTS
 from mpkit.casting.rules import listed
 from mpkit.formats import FP16
@@ -203,3 +203,29 @@ def test_the_same_in_an_emulated_format() -> None:
     # batch norm's native kernel adds up in another order, and a last bit of float32 can turn the rounding to 16 bits
     torch.testing.assert_close(got, want.float(), rtol=2**-10, atol=2**-14)
     assert torch.equal(cast_like(Apply(torch.square), "torch_autocast", FP16)(A * 300), (A * 300) ** 2)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Own(nn.Linear):
+    def forward(self, x):
+        return Product.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_the_way_out_for_an_autograd_function_of_ones_own(level):
+    """As `auto_mixed_precision` says: in a module that `to_float` puts to float32."""
+    net = auto_mixed_precision(nn.Sequential(nn.Linear(4, 4), Own(4, 4, bias=False)), level, torch.bfloat16)
+    to_float(net[1], torch.float32)
+    net(torch.randn(3, 4)).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())

@@ -15,21 +15,27 @@ from hypothesis import strategies as st
 from oracles import POLICIES, RUNS
 from support import tries
 
+from mpkit.formats import FloatFormat
 from mpkit.policies import (
     FRAMEWORKS,
     STOPS,
     ScalePolicy,
     Stop,
+    TensorScalePolicy,
     advance,
     explain,
     initial,
+    initial_tensor_scale,
     naive_loss_ratio,
     own_names,
     preset,
     run,
     stack,
+    tensor_scale_preset,
 )
 from mpkit.policies.rule import FLOAT32_MAX, NEVER
+from mpkit.replay import replay_tensor_scales, simulate
+from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, PolicyLossScaler
 
 CEILING = {  # preset: first good step, skipped of 20,000, headroom in bits; skips while the ceiling falls (reference)
     "torch": ({}, 4, 13, 0.58, 19),
@@ -581,3 +587,91 @@ def test_a_preset_refuses_what_its_framework_refuses_and_takes_the_last_number_b
             preset(name, **{**given, **more})
     for more in ({}, *taken):
         assert preset(name, **{**given, **more}).name == name
+
+
+# --- far numbers
+
+
+def test_a_count_that_is_never_reached_is_one_everywhere():
+    for huge in (math.inf, 10**30, 2**62):
+        policy = ScalePolicy(growth_interval=huge, hysteresis=huge, max_consecutive=huge)
+        flags = [True, False, True]
+        assert run(policy, flags).scale.tolist() == [65536.0] * 3
+        assert run(stack([policy, ScalePolicy()]), flags).scale[:, 0].tolist() == [65536.0] * 3
+        assert run(stack([policy]), flags).scale[:, 0].tolist() == [65536.0] * 3
+        scaler = PolicyLossScaler(policy)
+        for flag in flags:
+            scaler.adjust(torch.tensor(flag))
+        assert scaler.scale_value == 65536.0
+
+
+FAR = {
+    "patience": [preset("paddle", decr_every_n_nan_or_inf=n % 3) for n in range(20)],
+    "one patience": [preset("paddle", decr_every_n_nan_or_inf=0, init_loss_scaling=2.0**n) for n in range(20)],
+    "counted far": [ScalePolicy(init_count=-(2**40), growth_interval=1, growth_factor=1.5 + n) for n in range(20)],
+    "long lags": [ScalePolicy(first_growth_lag=2**32, growth_interval=1, growth_factor=1.5 + n) for n in range(20)],
+    "long, or past": [ScalePolicy(growth_interval=2**32 + n, growth_ge=True) for n in range(20)],
+    "long interval": [ScalePolicy(growth_interval=2**32 + 3, growth_factor=1.5 + n) for n in range(20)],
+    "both far": [ScalePolicy(growth_interval=2**32 + n, init_count=2**32) for n in range(20)],
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("ceiling", [1000.0, math.inf])
+def test_a_replay_of_many_counts_as_far_as_one(name: str, ceiling: float):
+    tops = np.full(12, ceiling)
+    many = simulate(tops, stack(FAR[name]))
+    for i, policy in enumerate(FAR[name]):
+        one = simulate(tops, policy)
+        assert (many.final[i], many.skipped[i]) == (one.final[0], one.skipped[0]), policy
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_scale_that_is_no_number_is_counted_alike():
+    """inf * 0: the steps after it are skipped ones, and not steps that did not happen."""
+    policy = ScalePolicy(init_scale=math.inf, backoff_factor=0.0)
+    one, many = simulate(np.full(5, 10.0), policy), simulate(np.full(5, 10.0), stack([policy] * 20))
+    assert one.skipped[0] == many.skipped[0] == 5
+    assert one.first_good[0] == many.first_good[0] == 5
+    assert np.isnan([one.lowest[0], many.lowest[0]]).all()
+
+
+def test_a_window_beyond_32_bits_is_long_and_a_factor_beyond_floats_is_refused():
+    scaler, scale = DynamicLossScaler(1024, 2, 2**32 + 5), torch.ones(())
+    cell = DynamicLossScaleUpdateCell(8.0, 2, 2**40)
+    for _ in range(7):
+        scaler.adjust(torch.tensor(True))
+        cell(scale, torch.tensor(False))
+    assert (scaler.scale_value, scale) == (1024, 1)
+    with pytest.raises(ValueError, match="scale_factor must fit a float32"):
+        DynamicLossScaler(1024, 10**400, 1)
+
+
+TINY = {
+    "margin": tensor_scale_preset("te_delayed", margin=126, power_of_two=True),
+    "unfused": tensor_scale_preset("te_delayed_unfused", margin=126, power_of_two=True),
+    "far apart": tensor_scale_preset("te_current", FloatFormat("e2m1i", 2, 1), power_of_two=True),
+    "no float32": TensorScalePolicy(element_max=1.9, unfused=True),
+    "beyond": TensorScalePolicy(element_max=3e38, margin=-126),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_numbers_tensors_and_replays_have_one_tensor_scale(name: str):
+    policy = TINY[name]
+    amaxes = [3e38, 1.0, 448.0, 3e38, 1e-30, 1534539969274362.0, 3e38, 2.0]
+    number, tensor, want = initial_tensor_scale(policy), initial_tensor_scale(policy, "cpu"), []
+    for amax in amaxes:
+        before = number.scale
+        number, tensor = advance(policy, number, amax), advance(policy, tensor, amax)
+        assert number.scale == tensor.scale.item(), amax
+        want.append(before if policy.delayed else number.scale)
+    assert replay_tensor_scales(amaxes, [policy], scales=True).scales.tolist() == [want]
+    if name == "far apart":  # 3 over the largest float32 lies between 2**-127 and 2**-126
+        assert advance(policy, initial_tensor_scale(policy), torch.finfo(torch.float32).max).scale == 2.0**-127
+
+
+def test_the_largest_element_is_a_float32():
+    for wrong in (1e-50, 1e39, math.inf, 10**400):
+        with pytest.raises(ValueError, match="element_max must"):
+            TensorScalePolicy(element_max=wrong)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support import assert_same, tries
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.policies import FRAMEWORKS, ScalePolicy, initial, preset, run, stack
+from mpkit.policies import FRAMEWORKS, ScalePolicy, initial, preset, run, stack, tensor_scale_preset
 from mpkit.scalers import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -27,6 +27,7 @@ from mpkit.scalers import (
     PolicyLossScaler,
     Scale,
     StaticLossScaler,
+    TensorScaler,
     all_finite,
     check_and_unscale_,
 )
@@ -617,3 +618,68 @@ def test_a_step_sees_one_kind_of_scale_whatever_it_is_given():
     fixed = scale_of(torch.tensor([64.0]), "cpu")
     fixed.advance_(torch.ones(()))
     assert fixed.seed.tolist() == [64.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: (p.conj() * torch.arange(1.0, 4.0)).real.sum(),
+        lambda p: torch.vdot(p, torch.ones(3, dtype=torch.complex64)).abs(),
+    ],
+)
+def test_a_gradient_that_is_a_conjugated_view_is_unscaled(make):
+    p = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 0.5 + 0j]))
+    make(p).mul(8).backward()
+    want, other = p.grad.resolve_conj() / 8, torch.ones(2)
+    assert check_and_unscale_([p.grad, other], torch.tensor(8.0)) == 0
+    assert torch.equal(p.grad.resolve_conj(), want)
+    assert other[0] == 0.125
+    p.grad.real[1] = math.inf
+    assert check_and_unscale_([p.grad], torch.tensor(8.0)) == 1
+    assert not all_finite([p.grad])
+
+
+def test_a_gradient_that_is_a_negated_view_is_unscaled():
+    numbers = torch.complex(torch.ones(3), torch.full((3,), 8.0))
+    view, other = numbers.conj().imag, torch.full((2,), 8.0)
+    assert view.is_neg()
+    assert check_and_unscale_([other, view], torch.tensor(8.0)) == 0
+    assert (view.tolist(), numbers.imag.tolist(), other.tolist()) == ([-1.0] * 3, [1.0] * 3, [1.0] * 2)
+
+
+def test_what_is_no_gradient_is_named_before_anything_changes():
+    for grads, found, words in (
+        (["x", torch.ones(1)], None, "each of grads must be a tensor or None, got str"),
+        ([torch.ones(1)], torch.tensor(False), "found_inf must be the float32 result of an earlier call"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            check_and_unscale_(grads, torch.tensor(2.0), found)
+        assert grads[-1].item() == 1.0
+
+
+DAMAGED = [
+    (lambda: DynamicLossScaler(1024, 2, 3), [{"good": 2**40}, {"policy": {"growth_factor": 0}}, {"scale": -4.0}]),
+    (lambda: DynamicLossScaleManager(1024, 2, 3), [{"cur_iter": 0}, {"last_overflow_iter": -1}, {"scale": 0.5}]),
+    (lambda: PolicyLossScaler(preset("torch", init_scale=1024.0)), [{"good": 2**40}]),
+    (lambda: PolicyLossScaler(preset("deepspeed", init_scale=1024.0)), [{"good": 2**70}, {"left": 2**70}]),
+]
+
+
+@pytest.mark.parametrize(("make", "wrong"), [(make, wrong) for make, each in DAMAGED for wrong in each])
+def test_a_state_that_cannot_be_leaves_the_scaler_as_it_was(make, wrong):
+    scaler = make()
+    state = scaler.state_dict()
+    state.get("state", state).update({"scale": 8.0, **wrong})
+    with pytest.raises(ValueError, match=r"must be at|must be in|damaged"):
+        scaler.load_state_dict(state)
+    assert_same(scaler.state_dict(), make().state_dict())
+
+
+def test_an_amax_is_one_number():
+    scaler = TensorScaler(tensor_scale_preset("te_delayed", amax_history_len=2))
+    scaler.observe_(torch.tensor([2.0]))
+    assert scaler.amax.shape == ()
+    with pytest.raises(ValueError, match=r"got shape \(2,\); take amax"):
+        scaler.observe_(torch.tensor([1.0, 2.0]))
+    with pytest.raises(TypeError, match="amax must be a tensor of one number"):
+        scaler.observe_(2.0)
