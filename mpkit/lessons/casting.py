@@ -1,4 +1,4 @@
-"""Lesson 06: a network at a level, operation by operation; and one number through softmax and log."""
+"""Lesson 06: a network at a level, operation by operation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,24 @@ from mpkit.data import digits
 from mpkit.formats import get_format
 from mpkit.networks import LeNet5, Network, ResidualBlock, TransformerBlock
 from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import exponents, linear, log2, names, space
+from mpkit.view.sheet import exponents, log2, names, space
 from mpkit.view.words import counted
 
+LOGITS = torch.arange(0, -33.0, -1.0)
 FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "e4m7")
 SHOWN_ANYWAY = ("relu", "max_pool2d")
+
+
+class LogSoftmax(nn.Module):
+    """The logarithm of a softmax: in one operation, or from the probabilities."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, z: Tensor) -> Tensor:
+        """(N,) logits -> (N,) their log-probabilities."""
+        return F.log_softmax(z, 0) if self.fused else torch.log(torch.softmax(z, 0))
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -32,6 +45,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "LeNet5": LeNet5,
     "residual block": lambda: ResidualBlock(1, 8, stride=2),
     "transformer block": lambda: TransformerBlock(28, 4),  # the rows of an image are its tokens
+    "softmax, then log": LogSoftmax,
+    "log_softmax": lambda: LogSoftmax(fused=True),
 }
 
 
@@ -68,8 +83,9 @@ def layers_of(network: nn.Module) -> tuple[str, ...]:
 
 def _built(kind: str, exponent: int) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    network, images = NETWORKS[kind](), batch() * 2.0**exponent
-    return network, images.squeeze(1) if isinstance(network, TransformerBlock) else images
+    network = NETWORKS[kind]()
+    x = LOGITS if isinstance(network, LogSoftmax) else batch().squeeze(1) if "transformer" in kind else batch()
+    return network, x * 2.0**exponent
 
 
 @lru_cache(maxsize=64)
@@ -197,48 +213,3 @@ def _label(step: Operation) -> str:
     number = [part for part in step.module.split(".")[-1:] if part.isdigit()]
     module = ".".join([*named[-1:], *number]).replace("dense_relu_sequential.", "").replace("downsample", "down")
     return f"{module}: {operation}" if module else operation
-
-
-# ---- softmax and log
-LOGITS = torch.arange(0, -33.0, -1.0)
-
-
-class _LogSoftmax(nn.Module):
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.fused = fused
-
-    def forward(self, z: Tensor) -> Tensor:
-        return F.log_softmax(z, 0) if self.fused else torch.log(torch.softmax(z, 0))
-
-
-@view(
-    level=Choice({n: n for n in LEVELS}, "level"),
-    fmt=Choice({n: n for n in FORMATS}, "format"),
-    fused="log_softmax in one operation",
-)
-def log_softmax(see: Sheet, level="O2", fmt="fp16", fused=False) -> None:
-    """log(softmax(z)) for logits 0, -1, ..., -32, computed at a level in a format. Numbers: `got want lost error`."""
-    got = auto_mixed_precision(_LogSoftmax(fused), level, get_format(fmt))(LOGITS).double().numpy()
-    want, finite = F.log_softmax(LOGITS.double(), 0).numpy(), np.isfinite(got)
-    lost, becomes = int((~finite).sum()), "NaN" if np.isnan(got).any() else "-inf"  # e4m3fn has no infinity
-    error = float(np.abs(got - want)[finite].max()) if finite.any() else math.inf
-    floor, logits = -37.0, LOGITS.numpy()
-    see.grid(380)
-    see.idle = {"fmt"} if level == "O0" else set()
-    x, y = linear("logit z", 0.8, -32.8, 7), linear("log softmax(z), nats", floor - 1.5, 1.5, 6)
-    panel = see.panel(title="log-probabilities, as computed", x=x, y=y)
-    panel.rule("y", floor, "muted", dash=":")
-    panel.text(becomes, 0.4, floor, anchor="start", valign="bottom", dy=-3, color="overflow")
-    panel.line(want, logits, "reference", width=1.6, label="exact")
-    if finite.any():
-        panel.points(got[finite], logits[finite], "own", size=3.5, label="computed")
-    if lost:
-        name = f"lost: log(0), stored as {becomes}"
-        panel.points([floor] * lost, logits[~finite], "overflow", glyph="v", size=5, label=name, told=becomes)
-    how, used = "log_softmax" if fused else "log(softmax)", "float32" if level == "O0" else fmt
-    see.say(
-        f"{how} at {level} in {used}: {lost} of {len(LOGITS)} log-probabilities became {becomes}. The largest error"
-        f"{' of the others' if lost else ''} is {error:.2g}.",
-        got=got, want=want, lost=lost, error=error,
-    )  # fmt: skip

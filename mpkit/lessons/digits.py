@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,17 +59,6 @@ class Run:
     scales: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     accuracy: float | None = None
-
-    def row(self) -> dict[str, Any]:
-        """The run as a line of a table, rounded for reading; the digits differ from machine to machine."""
-        return {
-            "level": self.level,
-            "first loss": round(self.losses[0], 1),
-            "last loss": round(sum(self.losses[-24:]) / len(self.losses[-24:]), 1),
-            "accuracy": None if self.accuracy is None else round(self.accuracy, 2),
-            "last scale": f"2^{math.log2(self.scales[-1]):.4g}",
-            "skipped": len(self.skipped),
-        }
 
 
 def computed_in(dtype: str, device: torch.device) -> torch.dtype | FloatFormat:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mpkit.casting import LEVELS
 from mpkit.lessons.digits import Run, recorded_run, training
 from mpkit.policies import ScalePolicy, ScaleState, advance, initial
-from mpkit.policies import run as run_policy
 from mpkit.replay.percent import percent
 from mpkit.scalers import LossScaler
 from mpkit.view import Choice, Range, Sheet, view
@@ -49,11 +47,6 @@ def live_policy(start: int, factor: int, window: int, floor: int, **_: Any) -> S
     return ScalePolicy.by_factor(2.0**start, float(factor), window, 2.0 ** min(floor, start))
 
 
-def planned(start: int, factor: int, window: int) -> np.ndarray:
-    """The scale of each step if nothing overflowed, (241,): the last is the one after the picture."""
-    return np.array([2.0**start, *run_policy(live_policy(start, factor, window, 0), [True] * WIDE).scale])
-
-
 def steered(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Train until stopped, with the policy and the kicks of the moment; the run that was there is the one before."""
     given = now()
@@ -77,8 +70,8 @@ def live(
 ) -> None:  # fmt: skip
     """A real training on the digits whose scale can be steered while it runs, beside the run before it.
 
-    Numbers: `run before plan` (the scale of each step if nothing overflowed). Without `hand` there are no floor and no
-    kicks: the scaler of the first lesson, which steps as `DynamicLossScaler` does.
+    Numbers: `run before`. Without `hand` there are no floor and no kicks: the scaler of the first lesson, which steps
+    as `DynamicLossScaler` does.
     """
     see.grid(380, 900, cols=(1, 1.2))
     see.buttons = {"Train": steered}
@@ -91,31 +84,20 @@ def live(
     if not runs:
         runs.append(("recorded, with momentum", recorded_run(WIDE), "reference", "--"))
     last = max(WIDE, len(run.losses) if run else 0)
-    plan = planned(start, factor, window)
-    ends = np.log2(np.minimum(plan, 2.0**40))
-    _, panel = loss_and_scale(see, runs, last - WIDE, last, also=(*((floor,) if hand else ()), ends[0], ends[-1]))
+    _, panel = loss_and_scale(see, runs, last - WIDE, last, also=(start, floor) if hand else (start,))
     if last == WIDE:
-        top = panel.given["y"]["hi"]
-        line = np.where(plan <= 2.0**top, np.log2(np.minimum(plan, 2.0**127)), np.nan)  # along the edge it looks capped
-        panel.line(line[:-1], color="muted", dash=":", width=1.4, step="post", label="without an overflow")
         panel.handle("y", "start", start, 0, 30, "initial scale, 2 to the", cross=0.03 * WIDE, note="start")
     if hand:
         panel.handle("y", "floor", floor, *FLOOR, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
 
     low = f", floor 2^{floor}" if hand else ""
     settings = f"Set to {level} in {computed(level, dtype)}, start 2^{start}, factor {factor}, window {window}{low}."
-    numbers: dict[str, Any] = {"run": run, "before": before, "plan": plan[:-1]}
-    see.rows = [{"run": name, **one.row()} for name, one in (("this", run), ("before", before)) if one]
-    if run:
-        earlier = f" Before: {told(before)}." if before else ""
-        return see.say(f"{settings} {told(run)}.{earlier}", **numbers)
-    grown = int((np.diff(plan) > 0).sum())
-    other = "" if before else " Grey: another training of this network, recorded with momentum and window 50."
-    see.say(
-        f"{settings} Without an overflow the scale would be multiplied {counted(grown, 'time')} in {WIDE} steps. Press "
-        f"Train; what you move then acts on the running training.{other}",
-        **numbers,
-    )
+    told_runs = f" {told(run)}." if run else " Press Train; what you move then acts on the running training."
+    if run and before:
+        told_runs += f" Before: {told(before)}."
+    elif not run and not before:
+        told_runs += " Grey: another training of this network, recorded with momentum and window 50."
+    see.say(settings + told_runs, run=run, before=before)
 
 
 def computed(level: str, dtype: str) -> str:

@@ -10,9 +10,10 @@ import numpy as np
 
 from mpkit.policies import FRAMEWORKS, ScalePolicy, naive_loss_ratio, own_names, preset, stack
 from mpkit.replay import simulate
+from mpkit.replay.simulate import Simulation
 from mpkit.view import Choice, Range, Sheet, view
 from mpkit.view.sheet import Panel, exponents, fitted, linear, log2
-from mpkit.view.words import counted, exponent
+from mpkit.view.words import exponent
 
 STEPS = 200
 SITUATIONS: dict[str, tuple[str, str]] = {  # its name, and what the sentence tells of it
@@ -74,23 +75,18 @@ def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16, besi
     bad = ~stopped & ~(np.nan_to_num(scales, nan=0.0) <= ceiling[:, None])
     lowest = np.fmin(done.lowest, done.final)  # the last decision may go below what was used
     see.idle = set() if together else {"start"}
-    _every_rule(see, beside, scales, bad, ceiling, done.raised_at, done.final)
+    _every_rule(see, beside, scales, bad, ceiling, done)
 
-    counts, between = np.cumsum(bad, axis=0), "the rules have skipped between"
-    span = [
-        f"{between} {_who(row, row.min())} and {_who(row, row.max())}"
-        if np.ptp(row)
-        else f"every rule has skipped {row[0]}"
-        for row in counts
-    ]
+    counts = np.cumsum(bad, axis=0)
     stops = [ZOO[i] for i in np.flatnonzero(done.raised_at >= 0)]
     raised = f" Rules that raise an error and stop: {', '.join(stops)}." if stops else ""
     own = "start at their own defaults (jmp and two of MindSpore's, which have none, at 2^16)"
     see.say(
         f"{len(ZOO)} rules {f'start at 2^{start}' if together else own}, with a growth interval of {interval} steps. "
-        f"{SITUATIONS[situation][1]} In the {{count}} steps shown {{span}}.{raised}",
-        count=np.arange(STEPS) + 1, span=span, scales=scales, ceiling=ceiling, skipped=done.skipped, lowest=lowest,
-        final=done.final, raised_at=done.raised_at,
+        f"{SITUATIONS[situation][1]} In the {{count}} steps shown the rules have skipped from {{least}} to {{most}}."
+        f"{raised}",
+        count=np.arange(STEPS) + 1, least=counts.min(1), most=counts.max(1), scales=scales, ceiling=ceiling,
+        skipped=done.skipped, lowest=lowest, final=done.final, raised_at=done.raised_at,
     )  # fmt: skip
     see.rows = [
         {"framework": name, "skipped": int(skips), "lowest": exponent(float(low)), "ends at": ending(int(at), end)}
@@ -98,15 +94,9 @@ def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16, besi
     ]
 
 
-def _who(skipped: np.ndarray, count: int) -> str:
-    """A count and the rules that skip so many steps: the one, or how many they are and one of them."""
-    who = [name for name, own in zip(ZOO, skipped) if own == count]
-    return f"{count} ({who[0] if len(who) == 1 else f'{len(who)} rules, such as {who[0]}'})"
-
-
-def _every_rule(see: Sheet, beside: str, scales: Any, bad: Any, ceiling: Any, raised: Any, final: Any) -> None:
+def _every_rule(see: Sheet, beside: str, scales: Any, bad: Any, ceiling: Any, done: Simulation) -> None:
     """Above, torch's rule and another; below, every rule under the same ceiling, with those that do the same."""
-    alike = dict[tuple[bytes, int], list[int]]()
+    alike, raised = dict[tuple[bytes, int], list[int]](), done.raised_at
     for i in range(len(ZOO)):
         alike.setdefault((scales[:, i].tobytes(), int(raised[i])), []).append(i)
     columns, first, second = 6, ZOO.index("torch"), ZOO.index(beside)
@@ -127,7 +117,7 @@ def _every_rule(see: Sheet, beside: str, scales: Any, bad: Any, ceiling: Any, ra
         panel.crosses(used, skips, "skipped step", since=skips, size=size, show="upto")
         if raised[i] >= 0:
             look = {"since": [int(raised[i])], "show": "upto", "label": "the rule raises an error"}
-            panel.points(exponents(final[i : i + 1], low, high), [int(raised[i])], "ink", size=4, **look)
+            panel.points(exponents(done.final[i : i + 1], low, high), [int(raised[i])], "ink", size=4, **look)
 
     draw(main, first, "own", 4, True, width=2.4)
     draw(main, second, "zero", 4, True, width=2.4, dash="--")
@@ -135,7 +125,7 @@ def _every_rule(see: Sheet, beside: str, scales: Any, bad: Any, ceiling: Any, ra
     for k, same in enumerate(alike.values()):
         i = next((j for j in same if j in (first, second)), same[0])
         where: dict[str, Any] = {"row": k // columns + 1, "col": k % columns, "pad": [24, 6, 6, 8]}
-        title = ZOO[i] + (f" and {counted(len(same) - 1, 'other')}" if len(same) > 1 else "")
+        title = f"{ZOO[i]}{f' + {len(same) - 1}' if len(same) > 1 else ''}: {done.skipped[i]} skipped"
         panel = see.panel(title=title, title_size=10, x=dict(small[0]), y=dict(small[1]), **where)
         if overflows:
             panel.line(top, color="overflow", width=1, step="mid")

@@ -42,7 +42,7 @@ def test_every_rule_skips_as_its_policy_says_and_none_is_cut_off(situation, inte
 def test_the_sentence_walks_with_the_steps():
     view = zoo()
     view.go(0)
-    assert "1 steps shown every rule has skipped 0" in view.sentence
+    assert "1 steps shown the rules have skipped from 0 to 0" in view.sentence
 
 
 def test_what_the_lesson_says_of_the_rules():
