@@ -125,30 +125,28 @@ def stages() -> tuple[list[str], list[bool], int]:
     less_bn="less_bn",
     grad_freeze="grad_freeze",
     compare=[*COMPARED],
-    beside=Choice({name: name for name in COMPARED}, "with"),
 )
-def levels(see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False, compare="O1", beside="none") -> None:
+def levels(see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False, compare="none") -> None:
     """A boost configuration of your own beside one that was measured, on the ResNet-18 of the benchmark.
 
     Numbers: `active inactive removed odds speedup frozen` (share of the steps, per stage), `trained` (which measured
-    configuration it is), and `steps` (2, 18, 4), what the first steps of the two compared spend on each part.
+    configuration it is), and `steps` (rows, 18, 4), what the first steps of `compare` and of that one spend on a part.
     """
     switches = {"less_bn": less_bn, "grad_freeze": grad_freeze}
     see.idle = set() if mode == "manual" else {*switches}
     this = effect(AutoBoost(level, {"boost": {"mode": mode, **(switches if mode == "manual" else {})}}))
-    other, rows = effect(preset(compare)), sorted((compare, beside), key=COMPARED.index)
+    rows = sorted({compare, this.trained} - {""}, key=COMPARED.index)
     steps, frozen = np.array([first_steps(name) for name in rows]), _frozen(this)
     thinned = "less_bn" in this.boost.active
     see.grid(590, 980, rows=(410, 180), cols=(1.25, 1))
     _field(see, this, compare)
-    _stages(see, frozen, _frozen(other), thinned, compare)
+    _stages(see, frozen, _frozen(effect(preset(compare))), thinned, compare)
     _steps(see, rows, steps)
 
-    gone, told = sum(stages()[1]) if thinned else 0, [_told(this), _told(other)]
-    against = "" if other.trained == "none" or told[0] == told[1] else f"; that of {compare} is {told[1]}"
-    speed = f"speed-up is {told[0]}, measured{against}" if this.trained else "speed was not measured"
+    gone = sum(stages()[1]) if thinned else 0
+    speed = f"speed-up is {1 / this.step:.2f}, measured" if this.trained else "speed was not measured"
     stopped = "".join(f" Inactive: {what} ({reason})." for what, reason in this.boost.inactive)
-    taken = " ".join(dict.fromkeys(f"{_steps_told(*row)}." for row in zip(rows, steps)))
+    taken = " ".join(f"{_steps_told(*row)}." for row in zip(rows, steps))
     see.say(
         f"boost_level {level} in mode {mode} runs {', '.join(this.boost.active) or 'nothing'}. It removes {gone} of "
         f"{stages()[2]} BatchNorms and freezes layers in {percent(1 - this.odds[0])} of the steps. Its {speed}. "
@@ -162,10 +160,6 @@ def _frozen(of: Effect) -> np.ndarray:
     """Share of the steps in which each stage stands still."""
     stride = len(stages()[0]) // GROUPS
     return np.array([of.odds[s // stride + 1 :].sum() for s in range(len(stages()[0]))])
-
-
-def _told(of: Effect) -> str:
-    return f"{1 / of.step:.2f}"
 
 
 def _accuracy_told(trained: str) -> str:
@@ -210,7 +204,7 @@ def _field(see: Sheet, this: Effect, compare: str) -> None:
         panel.text(name, speed, mean, halo=True, color=color, beside=side, dy=down)
     speeds, means = np.array(list(at.values())).T
     squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
-    sets = [{"compare": name} | ({} if name == compare else {"beside": compare}) for name in at]
+    sets = [{"compare": name} for name in at]
     panel.boxes(*squares, name="compare", sets=sets, names=[f"compare with {name}" for name in at], quiet=True)
     if own:
         panel.points([high - 0.25], [own], "own", glyph="v", size=7, quiet=True)
@@ -232,7 +226,7 @@ def _steps(see: Sheet, rows: list[str], steps: np.ndarray) -> None:
     """The first steps of two configurations: each begins where one without boost would; a frame is what it lacks."""
     x = linear("step, as wide as one without boost", 0, CYCLE + 0.2)
     x |= {"ticks": [[v, str(v)] for v in range(0, CYCLE + 1, 3)]}
-    title = "two of them, step by step: click two squares above"
+    title = "step by step: click another square above"
     panel = see.panel(1, 0, colspan=2, title=title, x=x, y=names(rows, down=True))
     row, start = (axis.ravel() for axis in np.indices(steps.shape[:2]))
     ends = start[:, None] + steps.reshape(-1, len(PARTS)).cumsum(1)

@@ -135,8 +135,8 @@ def contours() -> dict[float, np.ndarray]:
 class Trials(NamedTuple):
     """The trials of each line search on the plane, and the `picture` ((left, right), (low, high)) that holds the path.
 
-    `taken` (steps, 2) is the accepted trial and `refused` (2, steps, 2) the others; of those beyond the picture the
-    place where the way to them leaves it, NaN where there was none. `beyond` (steps,) is the number of these.
+    `taken` (steps, 2) is the accepted trial and `refused` (2, steps, 2) the others, NaN where there was none. Those
+    beyond the picture stand at its edge; `beyond` (steps,) is their number.
     """
 
     points: np.ndarray
@@ -158,11 +158,9 @@ def trials(k: int, rho: float, alpha: float) -> Trials:
             (taken if accepted else refused[i])[t] = now[t] + (1.0, rho)[i] * search.direction.numpy()[:2]
     shown = np.concatenate([now, taken[np.isfinite(taken).all(1)]])
     picture = (min(-27.0, shown[:, 0].min() - 2), 5.0), (-10.0, max(9.0, shown[:, 1].max() + 1))
-    way = refused - now[:-1]
     low, high = np.array(picture).T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        inside = np.minimum(1, (np.where(way > 0, high, low) - now[:-1]) / way).min(-1)
-    return Trials(now, taken, now[:-1] + inside[..., None] * way, picture, (inside < 1).sum(0))
+    beyond = ((refused < low) | (refused > high)).any(-1).sum(0)
+    return Trials(now, taken, np.clip(refused, low, high), picture, beyond)
 
 
 # ---- the path of DimReduce, step by step

@@ -74,18 +74,13 @@ def test_speed_and_accuracy_are_only_stated_where_they_were_measured():
         assert told in levels(**settings).sentence
 
 
-def test_nothing_is_compared_with_itself():
-    assert levels(compare="O1").sentence.count("speed-up") == 1
-    assert "that of O1 is 1.19" in levels(mode="tuned").sentence
-    assert "that of none" not in levels(mode="tuned", compare="none").sentence
-
-
-def test_a_pressed_square_is_compared_with_the_one_before():
+def test_a_pressed_square_is_compared_step_by_step():
     view = levels()
     squares = next(m for m in view.sheet.panels[0].marks if m.get("sets"))
     assert [s["compare"] for s in squares["sets"]] == sorted(COMPARED, key=lambda n: RATIO[n])
-    view.set(**next(s for s in squares["sets"] if s["compare"] == "O1 tuned"))
-    assert (view.params["compare"], view.params["beside"]) == ("O1 tuned", "O1")
+    for name, rows in (("O1 tuned", ("O1", "O1 tuned")), ("O1", ("O1",))):
+        view.set(**next(s for s in squares["sets"] if s["compare"] == name))
+        np.testing.assert_array_equal(view.numbers["steps"], [first_steps(row) for row in rows])
 
 
 def test_steps_are_taken_apart():
