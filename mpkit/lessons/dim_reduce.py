@@ -252,17 +252,7 @@ def stuck(see: Sheet, typed="", drawn={}, shown=False) -> None:
     see.grid(380, 900)
     panel = see.panel(x=linear("step", -1, STEPS + 1, 10), y=linear("loss, nats", *ENDS))
     panel.line(earlier_path().losses, color="muted", width=1.6, dash=":", label="gradient descent")
-    prediction(see, panel, "dim_reduce.stuck", truth, picture_of, first=1, ends=ENDS, start=2.3, points=9, within=0.1,
+    prediction(see, panel, "dim_reduce.stuck", truth, first=1, ends=ENDS, start=2.3, points=9, within=0.1,
                typed=typed, drawn=drawn, shown=shown)  # fmt: skip
     if shown:
         panel.line(truth, color="reference", width=2.6, label="DimReduce, 2 components")
-
-
-def picture_of(guess: np.ndarray) -> str:
-    """Which wrong picture of the run a drawing shows, if one of the usual ones."""
-    marks = {
-        "follows": np.abs(guess - earlier_path().losses[1:]).mean() < 0.15,
-        "succeeds": guess[-1] < 0.5,
-        "level": np.ptp(guess) < 0.2 and abs(guess[0] - earlier_path().losses[0]) < 0.2,
-    }
-    return next((name for name, is_it in marks.items() if is_it), "other")

@@ -300,19 +300,7 @@ def draw(see: Sheet, typed="", drawn={}, shown=False) -> None:
     panel.band(np.clip(top, *ENDS), ENDS[1], label="here it would overflow")
     panel.line(np.clip(top, *ENDS), color="overflow", width=1.6, label="ceiling")
     panel.rule("x", FIRST - 0.5, "muted", dash=":")
-    told = prediction(see, panel, "dynamic_scale.draw", truth, picture_of, first=FIRST, ends=ENDS, start=17, points=6,
+    told = prediction(see, panel, "dynamic_scale.draw", truth, first=FIRST, ends=ENDS, start=17, points=6,
                       within=0.5, typed=typed, drawn=drawn, shown=shown, stairs=True)  # fmt: skip
     panel.line(truth[:told], color="reference", step="mid", width=2.6, label="loss scale")
     panel.crosses(truth, np.flatnonzero(~finite[:told]), "skipped step", "ink")
-
-
-def picture_of(guess: np.ndarray) -> str:
-    """Which wrong picture of a dynamic scale a drawing shows, if one of the usual ones."""
-    top = hidden()[1][FIRST:]
-    marks = {
-        "rests": np.ptp(guess) < 0.5,
-        "follows": np.abs(guess - top).mean() < 0.6,
-        "changes": np.count_nonzero(np.diff(guess)) > 12,
-        "above": (guess > top).sum() > 6,
-    }
-    return next((name for name, is_it in marks.items() if is_it), "other")

@@ -303,20 +303,9 @@ def gaps(see: Sheet, typed="", drawn={}, shown=False) -> None:
     see.grid(380, 900)
     axis = names([power_of_two(int(e)) for e in POWERS], "number", bare=False)
     panel = see.panel(x=axis | {"ticks": axis["ticks"][::4]}, y=log2("gap to the next number of float16", *ENDS))
-    prediction(see, panel, "formats.gaps", GAPS, picture_of, first=0, ends=ENDS, start=-10, points=9, within=0.5,
+    prediction(see, panel, "formats.gaps", GAPS, first=0, ends=ENDS, start=-10, points=9, within=0.5,
                typed=typed, drawn=drawn, shown=shown)  # fmt: skip
     if shown:
         panel.line(GAPS, color="reference", width=2.6, label="gap")
     one = int(np.flatnonzero(POWERS == 0)[0])
     panel.points([GAPS[one]], [one], "reference", glyph="s", size=5, label="gap at 1")
-
-
-def picture_of(guess: np.ndarray) -> str:
-    """Which wrong picture of the gaps a drawing shows, if one of the usual ones."""
-    marks = {
-        "level": np.ptp(guess) < 1,
-        "falls": np.ptp(guess) >= 1 and np.corrcoef(POWERS, guess)[0, 1] < -0.8,
-        "no_subnormals": np.abs(guess - (POWERS - 10)).mean() < 1,
-        "left": np.abs(guess - GAPS)[POWERS < -14].mean() < 1,
-    }
-    return next((name for name, is_it in marks.items() if is_it), "other")

@@ -235,19 +235,6 @@ def totals(see: Sheet, typed="", drawn={}, shown=False) -> None:
     axis = names([str(EACH * i) for i in range(41)], "ones added", bare=False)
     panel = see.panel(x=axis | {"ticks": axis["ticks"][::5]}, y=linear("sum in float16", *ENDS), pad=[28, 14, 46, 74])
     panel.rule("x", FIRST - 0.5, "muted", dash=":")
-    told = prediction(see, panel, "rounding.totals", ones(), picture_of, first=FIRST, ends=ENDS, start=500, points=7,
+    told = prediction(see, panel, "rounding.totals", ones(), first=FIRST, ends=ENDS, start=500, points=7,
                       within=60, typed=typed, drawn=drawn, shown=shown)  # fmt: skip
     panel.line(ones()[:told], color="reference", width=2.6, label="sum in float16")
-
-
-def picture_of(guess: np.ndarray) -> str:
-    """Which wrong picture of a long sum a drawing shows, if one of the usual ones."""
-    off, middle = guess - EACH * np.arange(FIRST, 41), guess[len(guess) // 2]
-    marks = {
-        "exact": np.abs(off).mean() < 120,
-        "larger": (off > 120).any(),
-        "falls": (np.maximum.accumulate(guess) - guess > 60).any(),
-        "stops": np.ptp(guess[-5:]) < 120,
-        "slows": guess[-1] - middle < 0.8 * (middle - guess[0]),
-    }
-    return next((name for name, is_it in marks.items() if is_it), "other")

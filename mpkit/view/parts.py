@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,16 +99,15 @@ def loss_and_scale(see: Sheet, runs: Any, first: int, last: int, also: Sequence[
 
 
 def prediction(
-    see: Sheet, panel: Panel, told: str, truth: np.ndarray, seen: Callable[[np.ndarray], str], /, *,
+    see: Sheet, panel: Panel, told: str, truth: np.ndarray, /, *,
     first: int, ends: tuple[float, float], start: float, points: int, within: float,
     typed: str, drawn: Mapping[int, float], shown: bool, stairs: bool = False,
 ) -> int:  # fmt: skip
     """The reader's line from point `first` on, with its pen until the truth is shown; -> so many points of it are told.
 
     Args:
-        told:   topic.name of its words: `title`, `ask`, `typed`, `happened`, `near`, and `seen`, by the wrong picture
-                that a line shows.
-        seen:   the reader's line -> which of these it is; not asked where nearly all of it is right.
+        told:   topic.name of its words: `title`, `ask`, `typed`, `happened`, `near`; and what a line is told: `right`
+                if nearly all of it is, else the words of the nearest one in `wrong`, or `other` where none is near.
         start:  where the line lies at the opening; `points` so many numbers may be typed in its place, at equal
                 distances or, for `stairs`, each for as many points.
     Raises:     ValueError for anything else that is typed, and where the truth is asked for before a prediction.
@@ -116,10 +115,13 @@ def prediction(
     topic, _, name = told.partition(".")
     said, count = words(topic)["draw"][name], len(truth) - first
     guess = np.full(count, float(start))
-    if typed.strip():
-        values = _typed(typed, points, *ends, said["typed"])
+
+    def line(values: Sequence[float]) -> np.ndarray:
         even = np.interp(np.arange(count), np.linspace(0, count - 1, points), values)
-        guess = np.repeat(values, count // points) if stairs else even
+        return np.repeat(values, count // points) if stairs else even
+
+    if typed.strip():
+        guess = line(_typed(typed, points, *ends, said["typed"]))
     for point in drawn.keys() - range(first):
         guess[point - first] = drawn[point]
     if shown and not (typed.strip() or drawn):
@@ -137,7 +139,8 @@ def prediction(
         return first
     panel.line(mine, **look)
     see.idle |= {"typed"}
-    picture = said["seen"]["right" if near >= 0.88 * count else seen(guess)]
+    off, picture = min((float(np.abs(guess - line(wrong)).mean()), words) for wrong, words in said["wrong"])
+    picture = said["right"] if near >= 0.88 * count else picture if off < 0.1 * (ends[1] - ends[0]) else said["other"]
     head = f"At {{near}} of {{count}} points your line is within {said['near']}."
     see.say(f"{head} {{picture}} What happened: {said['happened']}.", count=count, picture=picture, **numbers)
     return len(truth)

@@ -17,7 +17,6 @@ from mpkit.lessons.dim_reduce import (
     on_plane,
     reduced_path,
     start,
-    stuck,
     trials,
 )
 from mpkit.view.words import words
@@ -123,28 +122,6 @@ def test_a_line_of_equal_loss_lies_on_that_loss(data):
         x, y = line[len(line) // 2 - 1] if np.isfinite(line[len(line) // 2 - 1]).all() else line[0]
         weights = earlier_path().weights[0] + np.array([x, y]) @ components()[:2]
         assert tanh_network(weights, *data)[0] == pytest.approx(level, abs=0.05)
-
-
-def test_a_drawn_prediction_is_shown_only_after_something_was_drawn():
-    view = stuck()
-    with pytest.raises(ValueError, match="first"):
-        view.press("Show what happened")
-    view.set(typed="2 1.9 1.9 1.8 1.8 1.8 1.8 1.8 1.8")
-    view.press("Show what happened")
-    assert "stuck" in view.sentence
-    with pytest.raises(ValueError, match="nine losses"):
-        stuck(typed="2 1")
-
-
-def test_the_usual_wrong_pictures_are_told_apart():
-    truth, plain = reduced_path(2).losses, earlier_path().losses
-    lines = {"right picture": truth, "gradient descent": plain, "succeeds": np.linspace(1.5, 0.1, 41)}
-    lines |= {"does not fall": np.full(41, truth[0]), "lines part": np.linspace(2.0, 1.0, 41)}
-    for told, line in lines.items():
-        view = stuck()
-        view.add(drawn=dict(enumerate(line.tolist())))
-        view.press("Show what happened")
-        assert told in view.sentence.partition("What happened")[0]
 
 
 def test_answers_a_second_way():

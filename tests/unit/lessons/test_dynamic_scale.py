@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpkit.data import data_dir
-from mpkit.lessons.dynamic_scale import SKIPPED, draw, dynamics, hidden, load_run, recorded, sweep
+from mpkit.lessons.dynamic_scale import SKIPPED, dynamics, load_run, recorded, sweep
 from mpkit.policies import preset, run
 from mpkit.scalers import DynamicLossScaler
 from mpkit.view.words import words
@@ -118,23 +118,6 @@ def test_a_trace_of_ones_own_is_loaded_by_path(tmp_path):
         with pytest.raises(ValueError, match=said):
             view.set(own=wrong)
     assert len(view.numbers["scale"]) == 50
-
-
-def test_a_drawn_prediction_is_shown_only_after_something_was_drawn():
-    view = draw()
-    with pytest.raises(ValueError, match="first"):
-        view.press("Show what happened")
-    assert "What happened" not in view.sentence
-    view.set(typed="17 18 18 17 16 17")
-    view.press("Show what happened")
-    assert "What happened" in view.sentence
-    assert "typed" in view.sheet.idle
-    view.reset()
-    truth = {step: float(v) for step, v in enumerate(hidden()[0])}
-    view.add(drawn=truth)
-    view.press("Show what happened")
-    assert view.numbers["near"] == 60
-    assert "right picture" in view.sentence
 
 
 def test_answers_a_second_way():

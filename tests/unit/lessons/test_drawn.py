@@ -1,0 +1,40 @@
+"""Predictions that are drawn: shown only after one was made, right or told by the wrong line that is nearest."""
+
+import numpy as np
+import pytest
+
+from mpkit.lessons.dim_reduce import stuck
+from mpkit.lessons.dynamic_scale import draw
+from mpkit.lessons.formats import gaps
+from mpkit.lessons.rounding import totals
+from mpkit.view.words import words
+
+VIEWS = {"dynamic_scale.draw": draw, "formats.gaps": gaps, "rounding.totals": totals, "dim_reduce.stuck": stuck}
+
+
+def shown(view):
+    view.press("Show what happened")
+    assert "typed" in view.sheet.idle
+    return view.sentence.partition(" What happened: ")[0]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_line_is_judged_after_it_was_drawn(name):
+    maker, said = VIEWS[name], words(name.partition(".")[0])["draw"][name.partition(".")[2]]
+    view = maker()
+    with pytest.raises(ValueError, match="first"):
+        view.press("Show what happened")
+    assert "What happened:" not in view.sentence
+    truth = view.numbers["truth"]
+    steps = maker.controls["drawn"].steps
+    view.add(drawn=dict(enumerate(truth.tolist(), steps - len(truth))))
+    assert shown(view).endswith(said["right"])
+    assert view.numbers["near"] == len(truth)
+    for line, told in said["wrong"]:
+        assert shown(maker(typed=" ".join(map(str, line)))).endswith(told)
+    ends = maker.controls["drawn"].low, maker.controls["drawn"].high
+    wild = np.resize(ends, len(said["wrong"][0][0]))
+    assert shown(maker(typed=" ".join(map(str, wild)))).endswith(said["other"])
+    for wrong in ("1 2", f"{ends[1] + 1} " * len(wild), "nine " * len(wild)):
+        with pytest.raises(ValueError, match=said["typed"].partition(" such")[0]):
+            maker(typed=wrong)
