@@ -70,11 +70,8 @@ class LearningRateSchedule:
     def __call__(self, step: At) -> At:
         if isinstance(step, Tensor):
             return torch.as_tensor(self.rate(step.double()), dtype=torch.float64, device=step.device).float()
-        if isinstance(step, np.ndarray) and step.ndim == 0:
-            step = step.item()
         if not is_number(step):
-            what = f"an array of shape {step.shape}" if isinstance(step, np.ndarray) else repr(step)[:80]
-            raise TypeError(f"a step is a number or a tensor, got {what}; for many steps pass torch.as_tensor(steps)")
+            raise TypeError(f"a step is a number or a tensor, got {step!r:.80}; for many pass torch.as_tensor(steps)")
         return self.number(int(step) if is_whole(step) else float(step))
 
     def rate(self, at: Tensor) -> At:

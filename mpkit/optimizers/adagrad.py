@@ -131,7 +131,7 @@ class ProximalAdagrad(Optimizer):
         r = _root(u.add("square", u.g, u.g), u["accum"]).reciprocal().mul_(u.lr)
         p = (r * u.g).mul_(-1.0).add_(u.w)
         size = p.abs().add_(r, -u["l1"]).at_least_(0.0)
-        u.put(u.w, p.sign_().mul_(size).div_(r.mul_(u["l2"]).add_(1.0)))
+        u.put(u.w, p.sign().mul_(size).div_(r.mul_(u["l2"]).add_(1.0)))
 
 
 class FTRL(Optimizer):

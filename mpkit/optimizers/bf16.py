@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
-from mpkit.arguments import check_alike, check_choice, check_kind
+from mpkit.arguments import check_alike, check_kind, checked
 from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.optimizers.saved import check_state
 from mpkit.optimizers.wrapper import Wrapper
@@ -19,6 +19,7 @@ from mpkit.optimizers.wrapper import Wrapper
 Way = Literal["stochastic", "kahan"]
 
 
+@checked
 def stochastic_bf16(x: Tensor, bits: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
     """Round float32 to bfloat16, away from zero with the chance that keeps the mean exact.
 
@@ -29,11 +30,10 @@ def stochastic_bf16(x: Tensor, bits: Tensor | None = None, *, generator: torch.G
     Raises:  TypeError for another dtype; ValueError for bits of another shape.
     Source:  torchao 0.18, prototype/low_bit_optim `_fp32_to_bf16_sr`, bit for bit given the bits.
     """
-    if not isinstance(x, Tensor) or x.dtype is not torch.float32:
-        raise TypeError(f"need a float32 tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    if x.dtype is not torch.float32:
+        raise TypeError(f"need a float32 tensor, got {x.dtype}")
     if bits is None:
         bits = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    check_kind("bits", bits, Tensor, "an int32 tensor")
     if bits.shape != x.shape:
         raise ValueError(f"bits need the shape of x, {tuple(x.shape)}, got {tuple(bits.shape)}")
     pattern = x.detach().view(torch.int32)
@@ -68,6 +68,7 @@ class BFloat16Weights(Wrapper):
 
     _step_supports_amp_scaling = False  # a skipped step would draw random bits
 
+    @checked
     def __init__(
         self, optimizer: TorchOptimizer, way: Way = "stochastic", *, generator: torch.Generator | None = None
     ) -> None:
@@ -78,8 +79,6 @@ class BFloat16Weights(Wrapper):
                 f"{name} tells parameters by their identity, and float32 ones take their place in each step; wrap the "
                 f"other way round: {name}(BFloat16Weights(optimizer), ...)"
             )
-        check_choice("way", way, ("stochastic", "kahan"))
-        check_kind("generator", generator, torch.Generator, "a torch.Generator", optional=True)
         if not any(p.dtype is torch.bfloat16 for p in parameters_of(optimizer)):
             raise ValueError("no parameter is bfloat16, so nothing would be rounded; network.to(torch.bfloat16) first")
         self.way: Way = way

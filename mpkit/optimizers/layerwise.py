@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_flags, check_number
+from mpkit.arguments import check_function, checked
+from mpkit.optimizers.arguments import Positive
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.many import Many
 from mpkit.optimizers.update import Update
@@ -48,28 +49,25 @@ class LARS(Wrapper):
 
     optimizer: Optimizer
 
+    @checked
     def __init__(
         self,
         optimizer: Optimizer,
-        epsilon: float = 1e-5,
-        coefficient: float = 0.001,
+        epsilon: Positive = 1e-5,
+        coefficient: Positive = 0.001,
         use_clip: bool = False,
         lars_filter: Callable[[NamedParameter], bool] = not_norm_or_bias,
     ) -> None:
-        if not isinstance(optimizer, Optimizer) or optimizer.decays_itself:
+        if optimizer.decays_itself:
             raise TypeError(
-                f"LARS wraps an mpkit optimizer that adds decay to the gradient, such as Momentum, got {optimizer!r}"
+                f"LARS wraps an optimizer that adds decay to the gradient, such as Momentum, got {optimizer!r}"
             )
-        self.epsilon = check_number("epsilon", epsilon, open_low=True)
-        self.coefficient = check_number("coefficient", coefficient, open_low=True)
-        check_flags(use_clip=use_clip)
-        if not callable(lars_filter):
-            raise TypeError(f"lars_filter must be a function of a named parameter, got {lars_filter!r}")
+        check_function("lars_filter", lars_filter, "a function of a named parameter")
         rates = [group["lr"] for group in optimizer.param_groups]
         if use_clip and optimizer.rates_grouped and any(isinstance(rate, LearningRateSchedule) for rate in rates):
             raise ValueError("use_clip does not go together with rates that differ by group and change with the step")
         super().__init__(optimizer)
-        self.use_clip, self.lars_filter = use_clip, lars_filter
+        self.epsilon, self.coefficient, self.use_clip, self.lars_filter = epsilon, coefficient, use_clip, lars_filter
         optimizer.gradient_rule = self.scaled
 
     def scaled(self, u: Update) -> Many:

@@ -54,9 +54,6 @@ class Many:
     __truediv__ = over
     __add__ = plus
 
-    def __neg__(self) -> Many:
-        return Many(torch._foreach_neg(self.xs))
-
     def __pow__(self, power: float) -> Many:
         return self.sqrt() if power == 0.5 else Many(torch._foreach_pow(self.xs, power))
 
@@ -74,10 +71,6 @@ class Many:
         else:
             more = {} if isinstance(x, float | int) else {"alpha": factor}
             torch._foreach_add_(self.xs, self._fit(x), **more)
-        return self
-
-    def sign_(self) -> Many:
-        torch._foreach_sign_(self.xs)
         return self
 
     def mul_(self, x: Many | Number) -> Many:

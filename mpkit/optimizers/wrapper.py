@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer as TorchOptimizer
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import checked
 from mpkit.optimizers.arguments import need_plain_step
 from mpkit.optimizers.base import Loss, evaluated
 from mpkit.optimizers.saved import check_state
@@ -27,8 +27,8 @@ class Wrapper(TorchOptimizer):
     Raises:  TypeError for what is no optimizer, or one whose step needs a closure (LBFGS).
     """
 
+    @checked
     def __init__(self, optimizer: TorchOptimizer) -> None:
-        check_kind("optimizer", optimizer, TorchOptimizer, "a torch.optim.Optimizer")
         need_plain_step(optimizer)
         self.optimizer = optimizer
         self._plain_closure = False
