@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch import nn
 
 from mpkit import optimizers as opt
 from mpkit.optimizers.arguments import coming_rate
-from mpkit.optimizers.groups import listed
-from mpkit.schedules import ListedLR, PolynomialDecayLR, WarmUpLR
+from mpkit.schedules import ListedLR, WarmUpLR
 
 P = parameters()
 
@@ -131,24 +129,6 @@ def test_the_ends_of_a_range(name):
                 make(**{key: value})
 
 
-def test_values_that_look_bad_but_are_legal():
-    opt.Adam([P[0]], 0)
-    opt.Adam([P[0]], torch.tensor(0.1))
-    opt.Adam([P[0]], torch.tensor([0.1, 0.2]))
-    opt.Momentum([P[0]], 0.1, 1.5)
-    opt.SGD([P[0]], 0.1, 1)
-    opt.Adam([P[0]], weight_decay=3, loss_scale=0.5)
-    opt.Adam(p for p in P)
-    opt.LARS(opt.SGD([P[0]]), lars_filter=lambda x: "bias" not in x.name)
-
-
-@pytest.mark.parametrize("params", [torch.ones(2), "weight", {"weight": torch.ones(2)}, 3], ids=str)
-def test_parameters_come_in_a_list(params: Any) -> None:
-    """A tensor, a text and a mapping could be gone through too, and would give something else."""
-    with pytest.raises(TypeError, match=r"must be an iterable of parameters, got .*; put it into a list"):
-        listed(params, "params")
-
-
 @pytest.mark.parametrize(
     ("key", "value", "error", "says"),
     [
@@ -176,13 +156,6 @@ def test_a_rate_is_finite_and_not_negative(rate: float) -> None:
         opt.SGD([nn.Parameter(torch.zeros(1))], rate)
 
 
-def test_a_whole_number_is_a_rate_as_long_as_float64_holds_it():
-    largest, weight = int(sys.float_info.max), nn.Parameter(torch.ones(1))
-    assert opt.SGD([weight], learning_rate=largest).param_groups[0]["lr"] == sys.float_info.max
-    with pytest.raises(ValueError, match="finite"):
-        opt.SGD([weight], learning_rate=2 * largest)
-
-
 @pytest.mark.parametrize(
     "rates",
     [[0.5, 0.25], (0.5, 0.25), np.array([0.5, 0.25]), torch.tensor([0.5, 0.25])],
@@ -197,14 +170,6 @@ def test_rates_may_be_put_into_a_group_as_the_constructor_takes_them(rates):
     optimizer.step()
     optimizer.step()
     assert weight.item() == -0.75
-
-
-@pytest.mark.parametrize("rates", [torch.tensor([0.5, 0.25]), np.array([0.5, 0.25]), [0.5, 0.25], (0.5, 0.25)])
-def test_adafactor_takes_every_kind_of_rate(rates):
-    p = nn.Parameter(torch.ones(2))
-    optimizer = opt.AdaFactor([p], rates, relative_step=False)
-    assert isinstance(optimizer.param_groups[0]["lr"], ListedLR)
-    assert optimizer.get_lr().item() == 0.5
 
 
 @pytest.mark.parametrize(
@@ -225,23 +190,6 @@ def test_the_coming_rate_is_none_where_the_steps_are_relative_or_the_rate_is_no_
     assert float(coming_rate(optimizer, group)) == pytest.approx(rate, nan_ok=True, abs=0, rel=0)
 
 
-@pytest.mark.parametrize("faithful", [False, True])
-def test_a_fixed_rate_beside_a_schedule_is_exact_unless_faithful(faithful):
-    a, b = parameters()[:2]
-    schedule = PolynomialDecayLR(0.1, 0.01, 4, 0.5)
-    groups = [{"params": [a], "lr": 0.01, "weight_decay": 0.01}, {"params": [b], "lr": schedule}]
-    optimizer = opt.Momentum([*groups, {"order_params": [b, a]}], 0.1, 0.9, faithful=faithful)
-    assert [p is q for p, q in zip(optimizer.parameters, [b, a])] == [True, True]
-    rates = optimizer.get_lr()
-    assert [r.item() for r in rates] == pytest.approx([0.1, 0.01], rel=1e-5)
-    assert rates[1].item() == (0.009999990463256836 if faithful else 0.009999999776482582)
-    assert torch.equal(optimizer.get_lr_parameter(a), rates[1])
-    assert [r.item() for r in optimizer.get_lr_parameter([b, a])] == [r.item() for r in rates]
-    optimizer.step()
-    optimizer.step()
-    assert optimizer.get_lr()[0].item() == pytest.approx(0.0736396, abs=1e-7)
-
-
 @pytest.mark.parametrize("faithful", [None, False, True])
 def test_the_roundings_of_mindspore_are_copied_only_when_asked_for(faithful: bool | None) -> None:
     """A fixed rate beside a schedule, as (lr + 1) - 1 in float32; gradients of 3 columns are centralized or not."""
@@ -258,16 +206,6 @@ def test_the_roundings_of_mindspore_are_copied_only_when_asked_for(faithful: boo
 
 
 @pytest.mark.usefixtures("flags")
-@pytest.mark.parametrize("found", [None, 0.0])
-def test_a_list_of_rates_must_cover_every_step(found):
-    params = parameters()
-    optimizer = opt.SGD(params, [0.3, 0.2])
-    train(optimizer, params, range(2), found)
-    with pytest.raises(RuntimeError, match="none for step 2"):
-        train(optimizer, params, range(1), found)
-
-
-@pytest.mark.usefixtures("flags")
 def test_the_caller_chooses_whether_a_skipped_step_advances_the_schedule():
     for count, want in ((False, 0.1), (True, 0.2)):
         params = parameters()
@@ -276,15 +214,6 @@ def test_the_caller_chooses_whether_a_skipped_step_advances_the_schedule():
             train(optimizer, params, range(1), found)
         assert float(optimizer.get_lr()) == pytest.approx(want)
         assert int(optimizer.param_groups[0]["updates"]) == 1  # the bias correction never counts a skip
-
-
-def test_torchs_schedulers_drive_these_optimizers():
-    params = parameters()
-    optimizer = opt.Adam(params, 0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    train(optimizer, params, range(1))
-    scheduler.step()
-    assert float(optimizer.get_lr()) == pytest.approx(0.05)
 
 
 def test_the_rate_of_a_group_added_later_is_shown():
@@ -320,26 +249,6 @@ def test_decay_by_name_only_without_groups_and_biases_are_decayed():
     assert moved([{"params": named}]) == set(names)
     named = [(n, nn.Parameter(torch.ones(2))) for n in names]
     assert moved([p for _, p in named]) == set(names)  # no names, no rule
-
-
-@pytest.mark.usefixtures("flags")
-@pytest.mark.parametrize("found", [None, 0.0])
-def test_weight_decay_can_be_a_function_of_the_step(found):
-    p = nn.Parameter(torch.ones(1))
-    optimizer = opt.Momentum([p], 1.0, 0.0, weight_decay=lambda step: 0.5 / (1 + step))
-    for want in (0.5, 0.375):  # 1 (1 - 1/2), then 1/2 (1 - 1/4)
-        p.grad = torch.zeros(1)
-        optimizer.found_inf = None if found is None else torch.zeros(())
-        optimizer.step()
-        assert p.item() == want
-
-
-def test_centralization_in_a_group_follows_decay_and_knows_the_reference_multiple():
-    for shape, faithful, want in (((2, 3), False, True), ((2, 3), True, False), ((2, 16), True, True)):
-        p = nn.Parameter(torch.zeros(shape))
-        p.grad = torch.ones(shape)
-        opt.SGD([{"params": [p], "grad_centralization": True}], 1.0, faithful=faithful).step()
-        assert (not p.any()) == want
 
 
 def net() -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from support import assert_same, tries
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.policies import FRAMEWORKS, ScalePolicy, initial, preset, run, stack, tensor_scale_preset
+from mpkit.policies import ScalePolicy, initial, preset, run, stack, tensor_scale_preset
 from mpkit.scalers import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -31,10 +30,7 @@ from mpkit.scalers import (
     all_finite,
     check_and_unscale_,
 )
-from mpkit.scalers.scale import fused_rule
 from mpkit.scalers.scaler import scale_of
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class HostReads(TorchDispatchMode):
@@ -54,17 +50,6 @@ def bits(x: torch.Tensor) -> list[int]:
 
 
 # --- check and unscale -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1.0, 3.0, 1000.0, 65536.0, 2.0**26, 0.75])
-def test_unscaling_rounds_the_reciprocal_to_float32_and_to_the_dtype(dtype, scale):
-    g = (torch.randn(500, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
-    reciprocal = torch.tensor(np.float32(1) / np.float32(scale)).to(dtype)
-    want = (g.double() * reciprocal.double()).to(torch.float32 if dtype in HALF else dtype).to(dtype)
-    got = g.clone()
-    assert check_and_unscale_([got], torch.tensor(scale)) == 0.0
-    assert bits(got) == bits(want)
 
 
 def gradients() -> list[torch.Tensor | None]:
@@ -119,13 +104,6 @@ def test_several_optimizers_add_to_one_verdict():
     assert check_and_unscale_([torch.tensor([1.0])], torch.tensor([2.0])).shape == ()  # a (1,) scale
 
 
-def test_unscaling_is_allowed_on_what_autograd_holds():
-    weight = torch.ones(3, requires_grad=True)
-    (weight * 4).sum().backward()
-    check_and_unscale_([weight.grad], torch.tensor(4.0))
-    assert weight.grad.tolist() == [1, 1, 1]
-
-
 def test_all_finite_of_large_sums_and_other_kinds():
     top = torch.finfo(torch.float32).max
     assert all_finite([torch.full((1000,), top), torch.full((1000,), torch.finfo(torch.bfloat16).max).bfloat16()])
@@ -159,68 +137,6 @@ def test_nothing_is_read_on_the_host():
 # --- the MindSpore classes -------------------------------------------------------------------------------------------
 
 
-def test_where_the_three_rules_differ():
-    """mindspore-amp reference, 3.1: growth past the float32 maximum, and overflow after it."""
-    scaler, scale = DynamicLossScaler(2.0**127, 2, 1), torch.tensor(2.0**127)
-    cell, manager = DynamicLossScaleUpdateCell(2.0**127, 2, 1), DynamicLossScaleManager(2.0**127, 2, 1)
-    values = []
-    for finite in (True, False):
-        scaler.adjust(torch.tensor(finite))
-        cell(scale, torch.tensor(not finite))
-        manager.update_loss_scale(not finite)
-        values.append((float(scaler.scale_value), float(scale), manager.get_loss_scale()))
-    assert values == [(2.0**127, math.inf, 2.0**128), (2.0**126, math.inf, 2.0**127)]
-
-
-def test_float16_traps():
-    """Above 65504 the scale is inf in float16; from 2^26 on the reciprocal is 0; float64 keeps the float32 rounding."""
-    one = torch.ones(1).half()
-    assert StaticLossScaler(65536).scale(one).isinf()
-    assert StaticLossScaler(2.0**24).unscale(one) == 2.0**-24
-    assert StaticLossScaler(2.0**26).unscale(one) == 0
-    assert StaticLossScaler(1000).unscale(torch.tensor([1000.0]).double()).item() == 1.0000000474974513
-
-
-def test_scaled_loss_stays_differentiable():
-    x = torch.tensor(3.0, requires_grad=True)
-    DynamicLossScaler(1024, 2, 2).scale(x * x).backward()
-    assert x.grad == 6 * 1024
-
-
-TOP = float(np.finfo(np.float32).max)
-
-
-@pytest.mark.parametrize(
-    ("given", "fused"),
-    [
-        ({}, True),
-        ({"growth_interval": 2**31 - 1}, True),
-        ({"growth_interval": 2**31}, False),  # the kernel counts in 32 bits
-        ({"backoff_factor": 1.0, "backoff_divisor": 3.0, "min_scale": 1.0}, False),  # by a third is not over three
-        ({"backoff_factor": 1.0, "backoff_divisor": 2.0**30}, True),  # a power of two rounds nothing
-        ({"max_scale": TOP / 2}, True),
-        ({"max_scale": 2.0**127}, False),  # the next growth would leave float32
-        ({"min_scale": 8.0, "init_scale": 8.0, "max_scale": 8.0}, True),
-        ({"min_scale": 8.0, "init_scale": 4.0}, False),  # a clamp would lift the start
-        ({"min_scale": 2.0, "init_scale": 8.0, "max_scale": 4.0}, False),
-        ({"growth_factor": 1.0, "backoff_factor": 1.0}, True),
-        ({"flush_subnormal": True, "min_scale": 2.0**-126}, True),
-        ({"flush_subnormal": True}, False),
-        ({"hysteresis": 2}, False),
-        ({"scale_bits": 64}, False),
-    ],
-    ids=str,
-)
-def test_what_the_kernel_does_is_left_to_it_and_gives_what_the_rule_gives(given, fused):
-    policy = ScalePolicy(**given)
-    assert (fused_rule(policy) is not None) == fused
-    flags = [True, False, False, True, False]
-    scaler = PolicyLossScaler(policy)
-    for flag in flags:
-        scaler.adjust(torch.tensor(flag))
-    assert scaler.history().scale.tolist() == run(policy, flags).scale.tolist()
-
-
 def test_a_cell_follows_its_scale_to_another_device():
     cell = DynamicLossScaleUpdateCell(8.0, 2, 3)
     cell(torch.tensor(8.0, device="meta"), torch.tensor(False, device="meta"))
@@ -228,16 +144,12 @@ def test_a_cell_follows_its_scale_to_another_device():
 
 
 def test_managers_and_their_cells():
-    fixed = FixedLossScaleManager()
-    assert (fixed.get_loss_scale(), fixed.get_drop_overflow_update()) == (128.0, True)
-    assert isinstance(fixed.get_update_cell(), FixedLossScaleUpdateCell)
+    assert isinstance(FixedLossScaleManager().get_update_cell(), FixedLossScaleUpdateCell)
     assert FixedLossScaleManager(64.0, False).get_update_cell() is None
     manager = DynamicLossScaleManager()
-    assert (manager.get_loss_scale(), manager.get_drop_overflow_update()) == (2.0**24, True)
     manager.update_loss_scale(True)
-    first, second = manager.get_update_cell(), manager.get_update_cell()
-    assert first is not second
-    assert first.get_loss_scale() == 2.0**23
+    assert manager.get_update_cell() is not manager.get_update_cell()
+    assert manager.get_update_cell().get_loss_scale() == 2.0**23
     overflow, scale = torch.tensor(True), torch.tensor([64.0])
     assert FixedLossScaleUpdateCell(64.0)(scale, overflow) is overflow
     assert scale == 64
@@ -292,29 +204,12 @@ def layerwise(**parameters) -> PolicyLossScaler:
     return PolicyLossScaler(short("fairscale_layerwise", **parameters), remember=5)
 
 
-def test_a_layerwise_policy_has_one_scale_per_layer():
-    scaler = layerwise()
-    grads = (torch.ones(3), [torch.ones(2).half(), torch.ones(1)])
-    scaled = scaler.scale(grads)
-    assert (scaled[0].unique(), scaled[1][0].unique(), scaled[1][0].dtype) == (1024, 16, torch.float16)
-    assert all((x == 1).all() for x in (scaler.unscale(scaled)[0], *scaler.unscale(scaled)[1]))
-    finite = np.array([[True, True], [False, True], [True, True], [True, True], [True, False], [True, True]])
-    for flags in finite:
-        scaler.adjust(torch.tensor(flags))
-    want, got = run(scaler.policy, finite), scaler.history()
-    assert scaler.scale_value.tolist() == want.scale[-1].tolist() == [1024, 16]
-    assert scaler.get_loss_scale() == [1024, 16]
-    assert got.scale.tolist() == want.scale[-5:].tolist()
-    assert got.reasons.tolist() == want.reasons[-5:].tolist()
-    assert got.skipped.tolist() == want.skipped[-5:].tolist() == [True, False, False, True, False]
-
-
 POLICIES = st.builds(
     ScalePolicy,
     init_scale=st.sampled_from([2.0**16, 1000.0, 3.3, 2.0**127, 1e-38, 1.0]),
     growth_factor=st.sampled_from([2.0, 1.5, 3.0, 1.1, 0.5]),
     backoff_factor=st.sampled_from([0.5, 1.0, 0.8, 1 / 3]),
-    growth_interval=st.sampled_from([1, 2, 3, 0, -1]),
+    growth_interval=st.sampled_from([1, 2, 3, 0, -1, 2**31]),
     min_scale=st.sampled_from([0.0, 1.0, 2.0**-126, 2.0**-127, 0.3, 6e-5]),
     max_scale=st.sampled_from([math.inf, 2.0**24, 1e38]),
     backoff_divisor=st.sampled_from([1.0, 2.0, 3.0, 0.5, 2.0**30]),
@@ -395,21 +290,6 @@ def test_a_floor_and_a_cap_are_numbers_of_the_scales_format():
 
 # --- resume ----------------------------------------------------------------------------------------------------------
 
-MAKERS = {
-    "StaticLossScaler": lambda: StaticLossScaler(64),
-    "DynamicLossScaler": lambda: DynamicLossScaler(1000, 3, 4),
-    "FixedLossScaleManager": lambda: FixedLossScaleManager(),
-    "DynamicLossScaleManager": lambda: DynamicLossScaleManager(1000.0, 3, 4),
-    "FixedLossScaleUpdateCell": lambda: FixedLossScaleUpdateCell(64),
-    "DynamicLossScaleUpdateCell": lambda: DynamicLossScaleUpdateCell(1000.0, 3, 4),
-    **{name: (lambda name=name: PolicyLossScaler(short(name), remember=5)) for name in FRAMEWORKS},
-    "fairseq, tolerant": lambda: PolicyLossScaler(preset("fairseq", scale_window=3, tolerance=0.4)),
-    "deepspeed, thirds": lambda: PolicyLossScaler(
-        preset("deepspeed", init_scale=1000.0, scale_factor=3.0, scale_window=3)
-    ),
-    "jmp, half": lambda: PolicyLossScaler(preset("jmp", loss_scale=64.0, period=3, dtype="float16")),
-}
-
 
 def stepped(scaler, finite: bool, scale: torch.Tensor) -> float | list[float]:
     """One step of whatever it is; returns the scale after it. The second layer of two is always finite."""
@@ -421,28 +301,6 @@ def stepped(scaler, finite: bool, scale: torch.Tensor) -> float | list[float]:
         return float(scale)
     scaler.update_loss_scale(not finite)
     return scaler.get_loss_scale()
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@given(finite=st.lists(st.booleans(), min_size=8, max_size=12), cut=st.integers(0, 8))
-@tries(0.1)
-def test_resume_equals_no_interruption(name, finite, cut):
-    steady, saved, scale, other = MAKERS[name](), MAKERS[name](), torch.tensor(1000.0), torch.tensor(1000.0)
-    for index, flag in enumerate(finite):
-        if index == cut:
-            state = saved.state_dict()
-            saved = MAKERS[name]()
-            for other_life in (True, False):  # what it has counted so far must not stay
-                stepped(saved, other_life, torch.tensor(5.0))
-            saved.load_state_dict(state)
-        assert stepped(saved, flag, other) == stepped(steady, flag, scale)
-    assert_same(saved.state_dict(), steady.state_dict())
-
-
-@pytest.mark.parametrize("name", ["StaticLossScaler", "DynamicLossScaler", "DynamicLossScaleManager"])
-def test_states_of_numbers_survive_json(name):
-    state = MAKERS[name]().state_dict()
-    assert json.loads(json.dumps(state)) == state
 
 
 def test_a_state_that_is_refused_changes_nothing():
@@ -489,14 +347,6 @@ def test_state_of_another_kind_is_refused():
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words):
         call()
-
-
-def test_what_is_accepted_though_odd():
-    assert StaticLossScaler(1).scale_value == 1
-    assert StaticLossScaler(math.inf).scale_value.isinf()
-    assert StaticLossScaler(math.nan).scale_value.isnan()
-    assert DynamicLossScaleManager(8, 0.5).scale_factor == 0.5
-    assert DynamicLossScaler(8, 1, 1).scale_factor == 1
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -593,12 +443,6 @@ def test_policies_of_a_vector_take_part_or_stay_as_they_are():
     scale.advance_(torch.zeros(3))
     scale.advance_(torch.tensor([0.0, 1.0, 1.0]), part=torch.tensor([True, True, False]))
     assert (scale.value.tolist(), scale.counts["good"].tolist()) == ([16.0, 4.0, 8.0], [0, 0, 1])
-
-
-def test_a_fixed_policy_counts_nothing():
-    scale = Scale(ScalePolicy.fixed(8.0))
-    scale.advance_(torch.ones(()))
-    assert (scale.value, scale.counts) == (8.0, {})
 
 
 def test_a_step_sees_one_kind_of_scale_whatever_it_is_given():
