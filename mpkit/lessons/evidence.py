@@ -187,10 +187,10 @@ def _way(see: Sheet, title: str, stops: list[Stop], born: int | None) -> None:
     for i, stop in enumerate(stops):
         x, y = parts.index(stop.name), 0.05 if stop.backward else 1.2
         box = ([x + 0.04], [y], [x + 0.86], [y + 0.8])
-        panel.boxes(*box, fill="paper", edge="muted", width=1.2, radius=4)
+        panel.boxes(*box, fill="paper", edge="muted", width=1.2)
         role = "overflow" if stop.bad else "normal"
-        panel.boxes(*box, fill=f"{role}/0.2", edge=role, width=1.5, radius=4, only=(i, last))
-        panel.boxes(*box, edge="own", width=4, radius=4, only=(i, i))
+        panel.boxes(*box, fill=f"{role}/0.2", edge=role, width=1.5, only=(i, last))
+        panel.boxes(*box, edge="own", width=4, only=(i, i))
         panel.text(stop.name, x + 0.45, y + 0.62, weight="bold")
         told = f"{stop.bad} of {stop.many}\ninf or NaN" if stop.bad else f"{stop.dtype}\n≤ {stop.largest:.3g}"
         panel.text(told, x + 0.45, y + 0.28, size=11, color="overflow" if stop.bad else "ink", only=(i, last))

@@ -180,7 +180,7 @@ def _bit_row(row: Panel, form: FloatFormat, pattern: int) -> None:
         places + 0.06, [0] * count, places + 0.94, [1] * count,
         fill=[f"{roles[part]}/0.35" if b == "1" else "paper" for part, b in zip(parts, text)],
         edge=["muted" if roles[part] == "subnormal" else roles[part] for part in parts],  # yellow would be too pale
-        width=1.8, radius=3, text=list(text), size=13, quiet=True,
+        width=1.8, text=list(text), size=13, quiet=True,
         names=[f"bit {count - 1 - i}, {part}" for i, part in enumerate(parts)],
         name="bits", sets=[{"number": written(pattern ^ 1 << count - 1 - i, form)} for i in range(count)],
     )  # fmt: skip

@@ -23,6 +23,7 @@ const clamp = (v, a, b) => min(max(a, b), max(min(a, b), v));
 const within = (v, [a, b]) => a <= v && v <= b;
 const finger = () => matchMedia("(pointer: coarse)").matches; // what it has to hit is 24 pixels wide
 const reveal = (node, yes) => (node.style.display = yes ? "" : "none");
+const wideness = (text) => 0.64 * max(1, ...text.split("\n").map((line) => line.length)); // of words, in letters' heights
 const px = (v) => round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ..."⁰¹²³⁴⁵⁶⁷⁸⁹" };
 const raised = (text) => String(text ?? "").replace(/\b2\^(-?[\d.]*\d)/g, (_, n) => "2" + [...n].map((c) => RAISED[c]).join(""));
@@ -135,18 +136,18 @@ const DRAW = {
 			ring?.forEach((node, k) => set(node, { cx: x, cy: y, "stroke-dasharray": k ? `${m.ring[i]} 1` : null, transform: `rotate(-90 ${x} ${y})` }));
 		};
 	},
-	boxes(g, p, m, act) {
-		const n = length(m), groups = new Map(), alone = m.radius || m.sets;
-		if (m.leaves && act.left !== (act.left = m.leaves)) g.ownerSVGElement.classList.add("fresh"); // what they held slides out, once
+	boxes(g, p, m, pick) {
+		const n = length(m), groups = new Map();
+		if (m.leaves && pick.left !== (pick.left = m.leaves)) g.ownerSVGElement.classList.add("fresh"); // what they held slides out, once
 		const outline = (k, least) => rectangle(p, at(m.x0, k), at(m.y0, k), at(m.x1, k), at(m.y1, k), least);
 		for (let k = 0; k < n; k++) {
-			const key = alone ? k : [at(m.fill, k), at(m.edge, k), at(m.hatch, k)].join();
+			const key = m.sets ? k : [at(m.fill, k), at(m.edge, k), at(m.hatch, k)].join();
 			if (!groups.has(key)) {
 				const look = { fill: at(m.fill ?? "none", k), color: at(m.edge ?? "none", k), dash: at(m.dash ?? "", k), width: m.width ?? (m.edge ? 1 : 0) };
 				groups.set(key, { box: path(g, look, m.leaves ? "box leaves" : "box"), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
 			}
 			groups.get(key).items.push(k);
-			if (m.sets && p.real) act.pick(m, k, outline(k, finger() ? 24 : 0));
+			if (m.sets && p.real) pick(m, k, outline(k, finger() ? 24 : 0));
 			if (m.text) words(g, p.X((at(m.x0, k) + at(m.x1, k)) / 2), p.Y((at(m.y0, k) + at(m.y1, k)) / 2), m.text[k], { color: at(m.ink ?? "ink", k), size: m.size, halo: m.hatch && at(m.hatch, k) });
 		}
 		const draw = (i) => {
@@ -182,7 +183,9 @@ const DRAW = {
 		const nodes = [], { fields } = m;
 		for (let k = 0; k < length(m); k++) {
 			const [x, y] = m.frame ? [p.left + at(m.x, k) * (p.right - p.left), p.bottom - at(m.y, k) * (p.bottom - p.top)] : [p.X(at(m.x, k)), p.Y(at(m.y, k))];
-			nodes.push(words(g, x + (m.dx ?? 0), y + (m.dy ?? 0), fields ? "" : at(m.text, k), { ...m, color: at(m.color ?? "ink", k) }));
+			const own = at(m.text, k), across = (m.size ?? 12) * wideness(own), [before, behind] = { start: [0, 1], end: [1, 0] }[m.anchor] ?? [0.5, 0.5];
+			const inside = m.rotate || p.x.follow ? x + (m.dx ?? 0) : clamp(x + (m.dx ?? 0), before * across, max(before * across, p.full - behind * across)); // nothing is cut
+			nodes.push(words(g, inside, y + (m.dy ?? 0), fields ? "" : own, { ...m, color: at(m.color ?? "ink", k) }));
 		}
 		const part = (text) => (p.right - p.left > 400 ? text : text.split(";")[0]); // what has no room the sentence tells
 		if (fields) return (i) => { let k = 0; nodes[0].firstChild.textContent = raised(part(m.text[0]).replace(/\{\}/g, () => plain(at(fields[k++], i)))); };
@@ -224,7 +227,7 @@ function arrange(spec, width, ids, before) {
 		const [up, right, down, left] = given.pad, [x0, x1, y0, y1] = places[k];
 		const marks = given.marks.map((m) => ({ ...m, ...(m.type === "pen" && { y: m.y.slice() }) })); // which it draws into
 		for (const m of marks) if (m.ghost) m.was = before?.[k]?.marks.find((q) => q.label === m.label)?.y;
-		const p = { ...given, marks, ids, height, wide: width * x1, first: spec.index?.first, real: true, off: 0 };
+		const p = { ...given, marks, ids, height, full: width, wide: width * x1, first: spec.index?.first, real: true, off: 0 };
 		Object.assign(p, { left: width * x0 + left, right: width * x1 - right, top: height * y0 + up, bottom: height * y1 - down });
 		if (given.equal) { // one unit is as long on both axes
 			const [wide, high] = [p.x, p.y].map((a) => abs(a.hi - a.lo)), unit = min((p.right - p.left) / wide, (p.bottom - p.top) / high);
@@ -237,8 +240,9 @@ function arrange(spec, width, ids, before) {
 
 function axes(g, moved, names, p) {
 	const { left, right, top, bottom } = p;
-	const size = p.title_size ?? 13, room = (p.wide - left) / (0.58 * (p.title?.length ?? 1)); // pixels for a letter's height
-	if (p.title) words(g, room < 9 ? left - p.pad[3] + 4 : left, top - 10, p.title, { anchor: "start", valign: "bottom", size: clamp(room, 9, size), weight: 600 });
+	const height = (text) => (p.wide - left) / wideness(text), title = p.title ?? ""; // for which it has room
+	const two = height(title) < 10 ? title.replace(new RegExp(`^(.{${title.length >> 1},}?) `), "$1\n") : title;
+	words(g, left, two === title ? top - 10 : top - 5, two, { anchor: "start", valign: "bottom", size: clamp(height(two), 9, two === title ? p.title_size ?? 13 : 10), weight: 600 });
 	if (p.bare) return;
 	for (const [axis, across] of [[p.x, true], [p.y, false]]) {
 		if (axis.hidden) continue;
@@ -298,7 +302,7 @@ function render({ model, el }) {
 	const player = part("player"), bar = part("bar"), form = part("form", {}, bar), presses = part("form", {}, bar), tries = part("form tries", { role: "group", "aria-label": "Try" });
 	const status = part("status", { role: "status" }), phrase = html(status, "span", { class: "mpk-said" }), word = html(status, "b"), more = html(root, "details");
 	const table = (html(more, "summary", {}, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
-	let scene, spec, turn = Promise.resolve(), panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, slider, output, typed, button, fast, gone = false, late = 0, telling;
+	let scene, spec, turn = Promise.resolve(), panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, gone = false, late = 0, telling;
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
 	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if it
@@ -375,24 +379,23 @@ function render({ model, el }) {
 	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? handles.get(at.name).m.name); });
 
 	// ---- the picture
-	const act = { // what can be clicked is a button above the picture: it stays, and its focus
-		pick(m, k, d) {
-			const name = `${m.name} ${k}`;
-			if (!picks.has(name)) {
-				const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.name, tabindex: picks.size ? -1 : 0 }), fresh = () => scene.panels.flatMap((q) => q.marks).find((q) => q.sets && q.name === m.name); // after what was pressed before
-				const pick = () => choose(m.name, k, { set: node.sets }, NaN, () => ({ set: fresh()?.sets[k] ?? {} }));
-				on(node, "click", pick);
-				on(node, "keydown", (e) => {
-					const to = { ArrowRight: node.nextSibling, ArrowLeft: node.previousSibling }[e.key];
-					if (e.key === "Enter" || e.key === " ") pick(); else if (to?.classList.contains("pick")) to.focus(); else return;
-					e.preventDefault(); e.stopPropagation();
-				});
-				picks.set(name, node);
-			}
-			set(picks.get(name), { d, "aria-label": [at(m.names ?? m.label, k), m.text?.[k]].filter(Boolean).join(": ") }).sets = m.sets[k];
-			used.add(name);
-		},
-	};
+	function pick(m, k, d) { // what can be clicked is a button above the picture: it stays, and its focus
+		const name = `${m.name} ${k}`;
+		if (!picks.has(name)) {
+			const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.name, tabindex: picks.size ? -1 : 0 });
+			const fresh = () => scene.panels.flatMap((q) => q.marks).find((q) => q.sets && q.name === m.name); // after what was pressed before
+			const does = () => choose(m.name, k, { set: node.sets }, NaN, () => ({ set: fresh()?.sets[k] ?? {} }));
+			on(node, "click", does);
+			on(node, "keydown", (e) => {
+				const to = { ArrowRight: node.nextSibling, ArrowLeft: node.previousSibling }[e.key];
+				if (e.key === "Enter" || e.key === " ") does(); else if (to?.classList.contains("pick")) to.focus(); else return;
+				e.preventDefault(); e.stopPropagation();
+			});
+			picks.set(name, node);
+		}
+		set(picks.get(name), { d, "aria-label": [at(m.names ?? m.label, k), m.text?.[k]].filter(Boolean).join(": ") }).sets = m.sets[k];
+		used.add(name);
+	}
 	function draw() {
 		if (!scene) return;
 		spec = local ?? scene;
@@ -420,7 +423,7 @@ function render({ model, el }) {
 				for (const name of names.children) reveal(name, within(name.at - pos, [lo, hi]));
 			});
 			for (const m of p.marks) {
-				const own = svg(m.free || m.frame || (m.type === "text" && !p.x.follow) ? picture : inner, "g"), step = DRAW[m.type](own, p, m, act);
+				const own = svg(m.free || m.frame || (m.type === "text" && !p.x.follow) ? picture : inner, "g"), step = DRAW[m.type](own, p, m, pick);
 				if (step) moving.push(step);
 				if (m.only) moving.push((i) => reveal(own, within(i, m.only)));
 			}
@@ -441,7 +444,7 @@ function render({ model, el }) {
 			if (!frame) picture.ariaLabel = phrase.textContent;
 		}
 		const shown = index + spec.index?.first;
-		if (slider && spec.index) { slider.value = index; slider.ariaValueText = shown; if (typing !== typed) typed.value = shown; }
+		if (spec.index) { slider.value = index; slider.ariaValueText = shown; if (typing !== typed) typed.value = shown; }
 		for (const [id, h] of handles) if (drag?.name !== id && !h.sent) place(h, h.m.name === spec.index?.name ? shown : h.m.axis === "xy" ? h.m.at : at(h.m.at, index));
 		if (tip.dataset.x) hover(panels[tip.dataset.panel], +tip.dataset.x, +tip.dataset.y);
 	}
@@ -449,28 +452,26 @@ function render({ model, el }) {
 		legend.replaceChildren();
 		for (const m of spec.legend) {
 			const item = html(legend, "span"), small = svg(item, "svg", { width: 26, height: 12 });
-			DRAW[m.type](small, { left: 0, right: 26, top: 0, bottom: 12, X: (v) => v, Y: (v) => v, ids }, m, act)?.(0, 0);
+			DRAW[m.type](small, { left: 0, right: 26, top: 0, bottom: 12, X: (v) => v, Y: (v) => v, ids }, m, pick)?.(0, 0);
 			item.append(m.label);
 		}
 	}
 
 	// ---- play: the kernel hears of the step where it stops
 	function go(to) { pause(); show(clamp(to, 0, spec.index.count - 1)); tell(); }
+	const button = press(player, "Play", () => (frame ? pause() : play()));
+	const fast = press(player, "10×", () => { fast.ariaPressed = fast.ariaPressed !== "true"; if (frame) { cancelAnimationFrame(frame); play(); } });
+	const slider = html(player, "input", { type: "range" }), output = html(player, "label"), typed = html(output, "input", { type: "number" });
+	set(fast, { "aria-label": "10× as fast", "aria-pressed": "false" });
+	on(slider, "input", () => go(+slider.value));
+	on(typed, "change", () => go(round(typed.value) - spec.index.first));
 	function keepPlayer() {
-		if (!spec.index) return void (player.replaceChildren(), (slider = null));
-		if (!slider) {
-			button = press(player, "Play", () => (frame ? pause() : play()));
-			fast = press(player, "10×", () => { fast.ariaPressed = fast.ariaPressed !== "true"; if (frame) { cancelAnimationFrame(frame); play(); } });
-			set(fast, { "aria-label": "10× as fast", "aria-pressed": "false" });
-			slider = html(player, "input", { type: "range", "aria-label": spec.index.label });
-			on(slider, "input", () => go(+slider.value));
-			output = html(player, "label");
-			typed = html(output, "input", { type: "number" });
-			on(typed, "change", () => go(round(typed.value) - spec.index.first));
-		}
-		slider.max = spec.index.count - 1;
-		output.replaceChildren(spec.index.label, typed);
-		set(typed, { min: spec.index.first, max: spec.index.first + spec.index.count - 1 });
+		player.hidden = !spec.index;
+		if (!spec.index) return;
+		const { label, first, count } = spec.index;
+		output.replaceChildren(label, typed);
+		set(slider, { max: count - 1, "aria-label": label });
+		set(typed, { min: first, max: first + count - 1 });
 	}
 	function tell(wait = 120) {
 		clearTimeout(timer);
@@ -558,7 +559,8 @@ function render({ model, el }) {
 	}
 	const pulled = ({ m, p }, x, y) => ((m.axis === "x" ? p.backX(x) - p.off : p.backY(y)) - at(m.base ?? 0, index)) / (m.slope ?? 1);
 	on(over, "pointerdown", (e) => {
-		const [x, y] = spot(e), p = panelAt(x, y), name = e.target.closest?.("[data-name]")?.dataset.name, m = p?.marks.find((q) => q.type === "pen");
+		const ring = root.getRootNode().elementsFromPoint(e.clientX, e.clientY).find((n) => n.matches(".handle circle")); // also under another's line
+		const [x, y] = spot(e), p = panelAt(x, y), name = (ring ?? e.target).closest?.("[data-name]")?.dataset.name, m = p?.marks.find((q) => q.type === "pen");
 		if (!name && !m) return;
 		pause();
 		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { p, m, stroke: {}, panels };

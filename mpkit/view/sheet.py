@@ -43,6 +43,7 @@ _NUMBERS = frozenset(
     ["x", "y", "y2", "x0", "y0", "x1", "y1", "values", "since", "ring", "hue", "rows", "shift", "at", "base", "cross"]
 ) | {"codes"}
 _LOOKS = frozenset(["type", "label", "color", "fill", "edge", "hatch", "dash", "width", "glyph", "size"])
+_FIELD = re.compile(r"\{(\w+)(?::([^}]*))?\}")
 _RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -124,11 +125,6 @@ def names(labels: Sequence[Any], label: str = "", *, down: bool = False, **more:
 def space(low: float, high: float) -> dict[str, Any]:
     """An axis without ticks, line or name."""
     return {"lo": low, "hi": high, "ticks": [], "hidden": True}
-
-
-def fields(template: str) -> list[tuple[str, str]]:
-    """(name, form) of every field of a sentence."""
-    return re.findall(r"\{(\w+)(?::([^}]*))?\}", template)
 
 
 def filled(column: Any, form: str, index: int) -> str:
@@ -353,10 +349,7 @@ class Sheet:
 
     def sentence(self, index: int = 0) -> str:
         """The sentence at one step, as the page fills it."""
-        out = self.template
-        for name, form in fields(self.template):
-            out = out.replace("{" + name + (f":{form}" if form else "") + "}", filled(self.numbers[name], form, index))
-        return out
+        return _FIELD.sub(lambda field: filled(self.numbers[field[1]], field[2] or "", index), self.template)
 
     def panel(self, row: int = 0, col: int = 0, rowspan: int = 1, colspan: int = 1, **given: Any) -> Panel:
         """A new panel; `x` and `y` are axes (`log2`, `linear`, `names`, `space`).
@@ -398,7 +391,7 @@ class Sheet:
             self._tag(p)
         spec: dict[str, Any] = {"width": self.size[0], "height": self.size[1], "least": self.least}
         spec["panels"] = [{**p.given, "marks": p.marks} for p in self.panels]
-        says = {name: _column(self.numbers[name]) for name, _ in fields(self.template)}
+        says = {name: _column(self.numbers[name]) for name, _ in _FIELD.findall(self.template)}
         spec |= {"legend": self._legend(), "says": [self.template, says]}
         return spec | ({"index": self.step} if self.step else {})
 

@@ -16,7 +16,7 @@ async (box) => {
     ".handle": (n) => [n.dataset.name, (m) => press(m, n.ariaValueNow === n.ariaValueMax ? "Home" : "End")],
     ".pick": (n) => [n.ariaLabel, (m) => m.dispatchEvent(new MouseEvent("click", { bubbles: true }))],
     ".mpk-bar button, .mpk-tries button": (n) => [n.textContent, ...(n.textContent === "Reset" ? [] : [(m) => m.click()])],
-    ".mpk-player input": (n) => ["step", put(n.value === n.max ? n.min || 0 : n.max)],
+    ".mpk-player:not([hidden]) input": (n) => ["step", put(n.value === n.max ? n.min || 0 : n.max)],
   };
   await reset();
   const opened = sight(), moves = [], dead = [];
