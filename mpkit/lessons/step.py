@@ -145,7 +145,7 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
         words = "" if i in bad_at[1:] else f"{told_power(p.largest)}\nis the scale" if i == 7 else f"{p.largest:.3g}"
         words = f"{p.bad} of {p.many}\nnot finite" if i in bad_at[:1] and p.many > 1 else words
         only = (0, 5) if i == 0 and walk.lost else (i, 7)  # then they are other weights
-        falls = 0 < i < 7 and at[i - 1] - at[i] > 6  # then the line comes down where the words would stand
+        falls = 0 < i < 7 and at[i - 1] - at[i] > 6 and at[i] > LOW + 4  # the line comes down where words would stand
         look = {"dy": 24 if i in bad_at else 18 if falls else -18, "color": "overflow" if i in bad_at else "ink"}
         panel.text(words, i, at[i] if i < 7 else 4.0, halo=True, only=only, **look)
     _gate(panel, walk)
