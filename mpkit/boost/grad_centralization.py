@@ -42,7 +42,7 @@ def centralize_gradients(optimizer: Optimizer) -> RemovableHandle:
     A group asks with `group["grad_centralization"]`: True, or the number that the size of axis 1 must be a multiple
     of (16 reproduces the tiling rule of MindSpore's kernel, 1 means True). mpkit's own optimizers read that key
     themselves and need no hook. As in MindSpore the weight decay that an optimizer adds to the gradient is
-    centralized with it; decoupled decay (AdamW) is left alone.
+    centralized with it; decoupled decay (AdamW) is left alone, and so are sparse gradients.
 
     Returns:  a handle whose `remove()` takes the hook away again.
     Source:   Yong et al. 2020, arXiv:2004.01461, equation 1.
@@ -92,20 +92,10 @@ def _centralize_(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         multiple = int(group.get("grad_centralization", 0))
         for p in group["params"] if multiple else ():
-            if p.grad is None:
-                continue
-            if p.grad.is_sparse:  # rows without an entry are 0, and so is their mean; no decay goes with them in torch
-                _centralize_rows_(p.grad.coalesce(), p, multiple)
+            if p.grad is None or p.grad.is_sparse:
                 continue
             decay = p * (_coupled_decay(optimizer, group) * (1.0 if scale is None else scale))
             p.grad.copy_(centralized(p.grad + decay, multiple) - decay)
-
-
-def _centralize_rows_(grad: Tensor, p: Tensor, multiple: int) -> None:
-    """The same for a coalesced sparse gradient whose rows are whole; one with entries in several axes is left alone."""
-    if grad.sparse_dim() == 1:
-        grad._values().copy_(centralized(grad.values(), multiple))
-        p.grad = grad
 
 
 def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:

@@ -258,12 +258,6 @@ class GroupScaling(Scaling):
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide each group's gradients by its scale and move the scales of all."""
         manager = self.groups
-        known = {id(p.grad) for group in manager.loss_scale_groups for p in group if p.grad is not None}
-        if strange := [tuple(g.shape) for g in gradients if id(g) not in known]:
-            raise ValueError(
-                f"gradients of shapes {strange[:3]} belong to no loss scale group, so nobody knows their scale; add "
-                "the parameters to loss_scale_groups as they are added to the optimizer"
-            )
         if distributed.several_processes():  # an overflow that one process sees moves the scales of all alike
             manager.passed.copy_(distributed.agree_((~manager.passed).float()) == 0)
         self.group_overflow = found = manager.unscale_and_update_()

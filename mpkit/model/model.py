@@ -20,7 +20,7 @@ from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
 from mpkit.model.loop import TrainingLoop
 from mpkit.model.metrics import Metric, metrics_from, places_of
 from mpkit.step import TrainOneStepCell, WithLossCell, build_train_network
-from mpkit.step.build import STEP_OPTIONS, Float32Loss, widened
+from mpkit.step.build import STEP_OPTIONS, AmpLevel, Float32Loss, widened
 from mpkit.step.phases import device_of
 
 OPTIONS = ("loss_scale_manager", "keep_batchnorm_fp32", "boost_config_dict", "acc_level", *STEP_OPTIONS)
@@ -63,7 +63,7 @@ class Model:
         metrics: Annotated[Any, lambda _, given: metrics_from(given)] = None,
         eval_network: nn.Module | None = None,
         eval_indexes: Annotated[Any, places_of] = None,
-        amp_level: str = "O0",
+        amp_level: AmpLevel = "O0",
         boost_level: str = "O0",
         **kwargs: Any,
     ) -> None:

@@ -177,15 +177,3 @@ def test_parameters_that_leave_take_their_state_with_them() -> None:
     assert sgd.param_groups[0]["momentum"] == 0.9
     with pytest.raises(ValueError, match="every group is empty"):
         regroup(sgd, [{"params": []}])
-
-
-def test_sparse_gradients_are_centralized_by_row_for_optimizers_of_torch_too():
-    table, twin = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(4, 2))
-    rows = torch.sparse_coo_tensor([[1, 3, 1]], [[1.0, 0.0], [0.0, 2.0], [1.0, 0.0]], (4, 2))
-    for p, gradient in ((table, rows), (twin, rows.to_dense())):
-        optimizer = torch.optim.SGD([{"params": [p], "grad_centralization": True}], 1.0)
-        centralize_gradients(optimizer)
-        p.grad = gradient
-        optimizer.step()
-    assert torch.equal(table, twin)
-    assert table[1].tolist() == [-1.0, 1.0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import assert_same
 from torch import Tensor, nn
 
 from mpkit import networks, optimizers
@@ -20,7 +17,6 @@ from mpkit.boost import (
     GradientFreeze,
 )
 from mpkit.boost.grad_freeze import expected_saving, index_probabilities, stages_by_module
-from mpkit.schedules import ExponentialDecayLR
 from mpkit.step import (
     TrainOneStepCell,
 )
@@ -148,27 +144,6 @@ def test_frozen_parameters_stand_still_and_the_backward_pass_ends_before_them(na
     assert all(p.requires_grad for p in net.parameters())
 
 
-def test_one_shared_state_is_plain_training_with_some_gradients_left_out() -> None:
-    """The default against a loop by hand: one momentum per weight, the schedule on the global step."""
-    net, by_hand = Loss(), Loss()
-    rate = ExponentialDecayLR(0.1, 0.5, 2)
-    optimizer = FreezeOpt(optimizers.Momentum(net.parameters(), rate, 0.9), groups_of(net), [0, 2, 1])
-    buffers = [torch.zeros_like(p) for p in by_hand.parameters()]
-    for step in range(6):
-        with optimizer.frozen():
-            net(*batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        grads = torch.autograd.grad(by_hand(*batch(step)), list(by_hand.parameters()))
-        with torch.no_grad():
-            for i, (p, g, m) in enumerate(zip(by_hand.parameters(), grads, buffers)):
-                if i >= 2 * [0, 2, 1][step % 3]:
-                    m.mul_(0.9).add_(g)
-                    p.sub_(0.1 * 0.5 ** (step / 2) * m)
-    for p, q in zip(net.parameters(), by_hand.parameters()):
-        torch.testing.assert_close(p, q)
-
-
 def test_the_hook_freezes_inside_any_train_cell_and_thaws_after_an_error() -> None:
     net = Loss()
     optimizer = FreezeOpt(MAKERS["torch SGD"](net.parameters()), groups_of(net), [2, 0])
@@ -230,28 +205,3 @@ def test_a_group_that_is_added_is_trained_on_every_step_and_what_was_left_out_is
     pulled([first, left_out, added])
     freezing.step()
     assert [p.item() for p in (first, left_out, added)] == [-1.0, 0.0, -1.0]
-
-
-# --- copies, sparse gradients, precision
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
-@pytest.mark.parametrize("faithful", [False, True])
-def test_a_copy_of_a_scheduled_freezeopt_trains_the_copy(copier, faithful):
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    _, optimizer = GradientFreeze(2, 0, 0.5, 4, faithful=faithful).freeze_generate(
-        net, torch.optim.SGD(net.parameters(), 0.5)
-    )
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    theirs, other = copier((net, optimizer))
-    before = copy.deepcopy(net.state_dict())
-    for _ in range(2):
-        other.zero_grad()
-        theirs(torch.ones(1, 2)).sum().backward()
-        other.step()
-    assert_same(net.state_dict(), before)
-    assert not torch.equal(theirs[1].weight, net[1].weight)
-    assert (optimizer.steps, other.steps) == (0, 2)
-    net(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    scheduler.step()

@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpkit.boost import (
-    BoostTrainOneStepWithLossScaleCell,
-    GroupLossScaleManager,
-)
+from mpkit.boost import GroupLossScaleManager
 from mpkit.boost.group_loss_scale import GROWTH, SHRINK
 
 
@@ -144,27 +141,3 @@ def test_a_group_without_gradients_is_no_obstacle_to_dividing_by_the_updated_sca
     assert trained.grad.item() == pytest.approx(1 / (8 * manager.growth))
     with pytest.raises(ValueError, match="assign loss_scale_groups"):
         GroupLossScaleManager(8.0).unscale_and_update_()
-
-
-def test_a_parameter_added_to_no_loss_scale_group_is_refused_before_anything_moves():
-    (grouped,), (added,) = weights(1.0), weights(1.0)
-    manager = GroupLossScaleManager(8.0, [[grouped]])
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.grouped, self.added, self.manager = grouped, added, manager
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inside = self.manager(x, 0, 1) * self.grouped * self.added  # both gradients are 8 times too large
-            return self.manager(inside, 1, 2).sum()
-
-    optimizer = torch.optim.SGD([grouped], 1.0)
-    cell = BoostTrainOneStepWithLossScaleCell(Net(), optimizer, manager)
-    cell(torch.full((1,), 0.5))
-    before, scale = grouped.item(), manager.scales.tolist()
-    assert before == 0.5
-    optimizer.add_param_group({"params": [added]})
-    with pytest.raises(ValueError, match="no loss scale group"):
-        cell(torch.full((1,), 0.5))
-    assert (grouped.item(), added.item(), manager.scales.tolist()) == (before, 1.0, scale)
