@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from mpkit.casting import operators as ops
-from mpkit.casting.low import Emulated, Low, Target, float_tensors, map_tensors, precision
+from mpkit.casting.low import Emulated, Target, float_tensors, map_tensors, precision
 from mpkit.casting.mode import LOCAL, CastMode, Handler, as_is, cast, cast_all, computes
 
 Args = tuple[Any, ...]
@@ -256,9 +256,7 @@ def batch_norm_in_float32(low: Target) -> Handler:
 
     def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         computes(WIDE)
-        # the float32 kernel reads a native 16-bit input itself; a format has no kernel of its own
-        x = cast(args[0], WIDE) if isinstance(args[0], Low) else args[0]
-        return cast(func(x, *args[1:], **kwargs), low)
+        return cast(func(*args, **kwargs), low)
 
     return run
 
