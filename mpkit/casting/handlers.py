@@ -27,13 +27,13 @@ def computed(low: Target, result: Target | None = None) -> Handler:
     """Float inputs to `low`; the result cast to `result` (None: as computed)."""
 
     def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        if not kwargs:
-            out = func(*cast_all(args, low))
-            return out if result is None else cast_all(out, result)
         # written only when the values are final: a kernel would write them before they are cast back
-        into = args[0] if kwargs.get("inplace") else kwargs.get("out")
-        options = {name: value for name, value in kwargs.items() if name not in ("out", "inplace")}
-        out = cast_all(func(*cast_all(args, low), **cast_all(options, low)), result or low)
+        into = kwargs.pop("out", None)
+        if kwargs.pop("inplace", False):
+            into = args[0]
+        out = func(*cast_all(args, low), **cast_all(kwargs, low))
+        if result is not None or kwargs:
+            out = cast_all(out, result or low)
         return out if into is None else _delivered(out, into)
 
     return run

@@ -263,13 +263,15 @@ def convert(x: Tensor, target: Target) -> Tensor:
             f"levels cast dense tensors, got a {'nested' if x.is_nested else x.layout} one; keep the module that takes "
             "it in float32 (take its level off with remove_mixed_precision), or give x.to_dense()"
         )
+    if not isinstance(x, Low) and target in _TO:
+        return _TO[target](x)
     if isinstance(target, Emulated) and type(x) is KINDS[target]:
         return x
     if isinstance(x, Low):
         x = _IN_GRAPH[None](x) if is_compiling() else _Widen.apply(x)
     if isinstance(target, Emulated):
         return _IN_GRAPH[target](x) if is_compiling() else _Narrow.apply(x, target, target.fmt)
-    return _TO[target](x) if target in _TO else x.to(target)
+    return x.to(target)
 
 
 def precision(x: Tensor) -> Target:
