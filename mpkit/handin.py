@@ -184,7 +184,7 @@ def _run(submission: Any, folder: Path) -> list[str]:
 
     cells = [nbformat.v4.new_code_cell(cell["source"]) for cell in submission["cells"] if cell["cell_type"] == "code"]
     try:
-        execute(nbformat.v4.new_notebook(cells=cells), cwd=str(folder), timeout=300)
+        execute(nbformat.v4.new_notebook(cells=cells), cwd=str(folder), timeout=300, extra_arguments=["--log-level=40"])
     except Exception as error:  # what an answer raised, or how its kernel ended
         told = f"{getattr(error, 'ename', type(error).__name__)}: {getattr(error, 'evalue', error)}".splitlines()[0]
         ran = sum(cell.execution_count is not None for cell in cells)

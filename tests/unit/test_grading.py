@@ -49,16 +49,8 @@ def lab():
     for name, answer in ANSWERS.items():
         cells.append(cell("code", answer, grade_id=f"lab_{name}_answer", solution=True))
         cells.append(cell("code", TESTS[name], grade_id=f"lab_{name}_hidden", grade=True, points=3, locked=True))
-    cells.append(
-        cell(
-            "markdown",
-            "### BEGIN SOLUTION\nwhy\n### END SOLUTION",
-            grade_id="lab_q3_text",
-            solution=True,
-            grade=True,
-            points=2,
-        )
-    )
+    text = "### BEGIN SOLUTION\nwhy\n### END SOLUTION"
+    cells.append(cell("markdown", text, grade_id="lab_q3_text", solution=True, grade=True, points=2))
     return nbformat.v4.new_notebook(cells=cells)
 
 
@@ -104,6 +96,11 @@ def edit(cells):
     return lambda notebook: cells(notebook.cells)
 
 
+def first(kind, source):
+    """A cell that answers the first question."""
+    return cell(kind, source, grade_id="lab_q1_answer", solution=True)
+
+
 def without(*keys):
     def change(notebook):
         for each in notebook.cells:
@@ -113,33 +110,18 @@ def without(*keys):
     return change
 
 
+HELPER, HELPED = "def h(x):\n    return x + 1", "def f(x):\n    return h(2.0 * x)"
 FORMS = {
     "no nbgrader marks": (without("nbgrader"), []),
     "tests edited": (edit(lambda cells: setattr(cells[3], "source", "pass")), []),
     "tests deleted": (edit(lambda cells: cells.__delitem__(3)), []),
-    "an older try as Markdown below": (
-        edit(
-            lambda c: c.insert(3, cell("markdown", "def f(x):\n    return 0", grade_id="lab_q1_answer", solution=True))
-        ),
-        [],
-    ),
+    "an older try as Markdown below": (edit(lambda c: c.insert(3, first("markdown", "def f(x):\n    return 0"))), []),
     "a helper in a cell before": (
-        edit(
-            lambda c: (
-                c.insert(2, cell("code", "def h(x):\n    return x + 1")),
-                setattr(c[3], "source", "def f(x):\n    return h(2.0 * x)"),
-            )
-        ),
+        edit(lambda c: c.__setitem__(slice(2, 3), [cell("code", HELPER), first("code", HELPED)])),
         [],
     ),
-    "answered twice": (
-        edit(lambda c: c.insert(3, cell("code", RIGHT, grade_id="lab_q1_answer", solution=True))),
-        ["more than one code cell"],
-    ),
-    "only as Markdown": (
-        edit(lambda c: c.__setitem__(2, cell("markdown", RIGHT, grade_id="lab_q1_answer", solution=True))),
-        ["does not run"],
-    ),
+    "answered twice": (edit(lambda c: c.insert(3, first("code", RIGHT))), ["more than one code cell"]),
+    "only as Markdown": (edit(lambda c: c.__setitem__(2, first("markdown", RIGHT))), ["does not run"]),
     "a null source": (edit(lambda c: c.insert(2, cell("code", ""))), []),
 }
 
