@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from mpkit.arguments import check_choice, checked
 from mpkit.casting import LEVELS
 from mpkit.diagnose.words import WORDS, said
-from mpkit.formats import FloatFormat, dtype_name, get_format
+from mpkit.formats import BF16, FP16, FP32, FP64, FloatFormat, dtype_name
 from mpkit.optimizers import BFloat16Weights
 from mpkit.optimizers.arguments import coming_rate, inner, parameters_of
 from mpkit.replay.percent import percent
@@ -22,7 +22,7 @@ from mpkit.rounding import ulp
 
 _LOST_TOO_MUCH = 0.5  # share of updates below half an ulp from which it is reported
 _AVERAGE = 0.001  # how much of a difference a usual average of weights (EMA) takes over in a step
-_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_FORMATS = {fmt.torch_dtype: fmt for fmt in (FP16, BF16, FP32, FP64)}
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -61,7 +61,7 @@ def preflight(
     check_choice("level", level, (*LEVELS, "torch_autocast"))
     if not (isinstance(dtype, FloatFormat) or (isinstance(dtype, torch.dtype) and dtype in _FORMATS)):
         raise TypeError(f"dtype must be torch.float16, torch.bfloat16 or a FloatFormat, got {dtype!r}")
-    fmt = dtype if isinstance(dtype, FloatFormat) else get_format(_FORMATS[dtype])
+    fmt = dtype if isinstance(dtype, FloatFormat) else _FORMATS[dtype]
     names = {id(p): name for name, p in network.named_parameters()}
     return [
         *_tensors(network, level, isinstance(optimizer, BFloat16Weights)),
@@ -108,7 +108,7 @@ def _ownership(network: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
 def _constants(optimizer: Optimizer, fmt: FloatFormat, level: str) -> Iterator[Finding]:
     """Constants of the optimizer that the format of its states cannot hold."""
     for index, group in enumerate(optimizer.param_groups if not isinstance(optimizer, BFloat16Weights) else ()):
-        low = [get_format(_FORMATS[d]) for d in {p.dtype for p in group["params"]} if d in _LOW]
+        low = [_FORMATS[d] for d in {p.dtype for p in group["params"]} if d in _LOW]
         for key in ("eps", "lr", "weight_decay"):
             given = group.get(key)
             several = given if isinstance(given, tuple | list) else [given]  # torch's Adafactor has (None, 1e-3)
@@ -143,7 +143,7 @@ def _small_updates(optimizer: Optimizer, names: dict[int, str]) -> Iterator[Find
             remedied = isinstance(optimizer, BFloat16Weights) and p.dtype is torch.bfloat16
             if math.isnan(rate) or remedied or p.dtype not in _FORMATS or not _is_finite(p) or not _is_finite(p.grad):
                 continue
-            fmt, weight, where = get_format(_FORMATS[p.dtype]), p.detach().double(), names.get(id(p), "a parameter")
+            fmt, weight, where = _FORMATS[p.dtype], p.detach().double(), names.get(id(p), "a parameter")
             more = {"fmt": fmt, "remedy": said("remedies", fmt.name)}
             if p.grad is not None:
                 grad = (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().double().abs()
@@ -168,7 +168,7 @@ def _averages(network: nn.Module, average: nn.Module | None) -> Iterator[Finding
     for where, module in {**inside, **({} if average is None else {"average": average})}.items():
         low = next((p.dtype for p in module.parameters() if p.dtype in _LOW), None)
         if low is not None:
-            half = get_format(_FORMATS[low]).eps / 2
+            half = _FORMATS[low].eps / 2
             where = where or type(module).__name__
             yield _found("average_low", where, dtype=dtype_name(low), share=_AVERAGE, half=half)
 

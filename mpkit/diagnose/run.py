@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +103,7 @@ def _blame_model(full: Pass) -> Blame:
 
 def _blame_precision(full: Pass, low: Pass, largest: float | None) -> Blame:
     event, leaves = low.watch.born(low.bad)
-    hidden = low.watch.hidden() if full.watch.hidden() is None else None
+    hidden = low.watch.hidden if full.watch.hidden is None else None
     if hidden is not None and not leaves and (event is None or hidden.index < event.index):
         return "forward_overflow", hidden, ()  # the first one, whatever came of it and whatever the scale
     if low.finite:
@@ -117,24 +118,16 @@ def _report(
 ) -> Report:
     verdict, event, leaves = blame
     level = asked.level or (IN_AUTOCAST if asked.autocast else AS_IT_IS)
-    report = Report(verdict, full.loss, (low or full).loss, scale, level, dtype_name(asked.dtype))
-    if event is not None:
-        place = {key: getattr(event, key) for key in ("phase", "module", "operation", "gradient_of", "operands")}
-        report = replace(report, **place)
-    if leaves:
-        report = replace(report, module=", ".join(leaves))
-    if low is None:
-        return report
-    return replace(
-        report,
-        max_scale=largest,
-        lost=full.lost(low.again(1.0)),
-        lost_at_scale=full.lost(low.gradients) if low.finite else math.nan,
-        lost_at_best=full.lost(low.again(largest)) if low.finite and largest is not None else math.nan,
-        scaled_later=event is not None
-        and "mm" in event.operation
-        and bool({"mul", "div"} & low.watch.consumers[event.index]),
-    )
+    seen: dict[str, Any] = {"module": ", ".join(leaves)}
+    if event is not None and not leaves:
+        seen = {key: getattr(event, key) for key in ("phase", "module", "operation", "gradient_of", "operands")}
+    if low is not None:
+        seen |= {"max_scale": largest, "lost": full.lost(low.again(1.0))}
+        seen["scaled_later"] = event is not None and "mm" in event.operation and event.index in low.watch.scaled
+    if low is not None and low.finite:
+        seen["lost_at_scale"] = full.lost(low.gradients)
+        seen |= {} if largest is None else {"lost_at_best": full.lost(low.again(largest))}
+    return Report(verdict, full.loss, (low or full).loss, scale, level, dtype_name(asked.dtype), **seen)
 
 
 def _with_stale_scales(report: Report, asked: Question) -> Report:
@@ -174,7 +167,7 @@ def _with_cures(report: Report, full: Pass, asked: Question) -> Report:
             return full.lost(after.again(after.largest_scale() or 1.0)) <= LOST_TOO_MUCH
         if report.verdict == "precision_lost":
             return module_losses(full.watch.calls, after.watch.calls, asked.step)[1] is None
-        return full.watch.hidden() is not None or after.watch.hidden() is None
+        return full.watch.hidden is not None or after.watch.hidden is None
 
     curable = ("forward_overflow", "gradient_overflow", "lost_in_forward", "precision_lost")
     if report.verdict not in curable or report.phase == "" or report.module.startswith("buffer "):

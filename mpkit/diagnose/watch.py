@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -93,9 +92,11 @@ class Watch(TorchDispatchMode):
         self.backward = False
         self.calls: list[Call] = []  # of modules, in the forward pass
         self.zeroed: dict[tuple[str, str], float] = {}  # (module, operation) -> largest share of values made zero
-        self.consumers = defaultdict[int, set[str]](set)  # event -> names of the operations that took in its result
+        self.scaled: set[int] = set()  # events whose result was multiplied or divided
+        # The first forward operation that made +inf or NaN out of finite numbers, even if the loss is finite. A -inf
+        # alone does not count: masks of -1e9 become that in float16, and a softmax rightly makes zeros of them.
+        self.hidden: Event | None = None
         self._events = 0
-        self._unhidden: list[Event] = []  # forward events of finite numbers that made +inf or NaN
         self._made: dict[int, tuple[Origin, Tensor]] = {}  # by storage; the tensor keeps the storage alive
         self._nodes: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module and operation
         self._path: list[str] = []
@@ -176,13 +177,6 @@ class Watch(TorchDispatchMode):
         origin = _merged(self._origins(results))
         return (None, origin.leaves) if origin.leaves else (origin.event, ())
 
-    def hidden(self) -> Event | None:
-        """The first forward operation that made +inf or NaN out of finite numbers, even if the loss is finite.
-
-        A -inf alone does not count: masks of -1e9 become that in float16, and a softmax rightly makes zeros of them.
-        """
-        return self._unhidden[0] if self._unhidden else None
-
     def _origins(self, tensors: Iterable[Tensor]) -> list[Origin]:
         """Of those that are not finite, as far as something is known."""
         bad = [_storage(t) for t in tensors if not _finite(t)]
@@ -199,10 +193,9 @@ class Watch(TorchDispatchMode):
     ) -> None:
         """What came out and is not finite comes from what went in and was not meant; else it is a new event."""
         bad = [t for t in made if not _finite(t)]
-        for origin in before if bad else ():
-            if origin.direct and origin.event is not None:
-                self.consumers[origin.event.index].add(operation)
         if bad:
+            if operation in ("mul", "div"):
+                self.scaled |= {origin.event.index for origin in before if origin.direct and origin.event is not None}
             guilty = [origin for origin in before if not origin.meant]
             kinds = set[str]().union(*map(_kinds, bad))
             origin = _merged(guilty) if guilty else self._new(operation, before, kinds, operands, inputs, written)
@@ -217,7 +210,7 @@ class Watch(TorchDispatchMode):
         if "nan" not in kinds and kinds <= written.union(*(origin.meant for origin in before)):
             return Origin(first, meant=event.kinds)
         if phase == "forward" and not before and kinds - {"-inf"}:
-            self._unhidden.append(event)
+            self.hidden = self.hidden or event
         # a constant of another module brought in what this one chokes on; a softmax accepts the infinities of a mask,
         # so that where it gives NaN, for a row without any finite number, the fault is its own
         elsewhere = first.module != module and "softmax" not in operation
