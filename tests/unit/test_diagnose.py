@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,100 +59,92 @@ def touched(batch: tuple[Tensor, Tensor], value: float, which: int = 0) -> tuple
     return parts[0], parts[1]
 
 
-class Attention(nn.Module):
-    """One head, written out; `mask` is added to the scores."""
+class Written(nn.Module):
+    """Named parts and a forward pass given as a function of them and the input."""
 
-    def __init__(self, gain: float = 1.0, mask: Tensor | None = None) -> None:
+    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.softmax, self.scores = nn.Softmax(-1), Op(lambda qk: qk[0] @ qk[1].transpose(-1, -2) * gain)
-        if mask is not None:
-            self.register_buffer("mask", mask)
-        self.masked = mask is not None
+        self.function = forward
+        for name, part in parts.items():
+            self.add_module(name, part)
 
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.scores((self.query(x), self.key(x)))
-        if self.masked:
-            scores = scores + self.mask
-        return self.softmax(scores) @ self.value(x)
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        return self.function(self, *inputs, **named)
 
 
-class Last(nn.Module):
+def linear(outputs: int = 3, inputs: int = 8, gain: float = 1.0) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs)
+    with torch.no_grad():
+        layer.weight.mul_(gain)
+    return layer
+
+
+def attention(gain: float = 1.0, mask: Tensor | None = None) -> nn.Module:
+    """One head, written out; a mask is added to the scores, its own one or one that comes with the batch."""
+
+    def forward(m: Any, x: Tensor, given: Any = 0.0) -> Tensor:
+        scores = m.scores((m.query(x), m.key(x))) + (given if mask is None else m.mask)
+        return m.softmax(scores) @ m.value(x)
+
+    torch.manual_seed(1)
+    layers = {name: nn.Linear(8, 8) for name in ("query", "key", "value")}
+    scores = Op(lambda qk: qk[0] @ qk[1].transpose(-1, -2) * gain)
+    network = Written(forward, scores=scores, softmax=nn.Softmax(-1), **layers)
+    network.register_buffer("mask", mask)
+    return network
+
+
+def last_of(rnn: nn.Module) -> nn.Module:
     """The last output of a recurrent network."""
-
-    def __init__(self, rnn: nn.Module) -> None:
-        super().__init__()
-        self.rnn = rnn
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x)[0][:, -1]
+    return Written(lambda m, x: m.rnn(x)[0][:, -1], rnn=rnn)
 
 
-class Checkpointed(nn.Module):
+def checkpointed(function: Callable[[Tensor], Tensor], reentrant: bool = False) -> nn.Module:
     """A block whose forward pass runs again in the backward pass."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], reentrant: bool = False) -> None:
-        super().__init__()
-        self.inner, self.reentrant = nn.Sequential(nn.Linear(8, 8), Op(function)), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+    inner = nn.Sequential(nn.Linear(8, 8), Op(function))
+    return Written(lambda m, x: checkpoint(m.inner, x, use_reentrant=reentrant), inner=inner)
 
 
-class Tied(nn.Module):
+def tied(gain: float) -> nn.Module:
     """Two layers with one weight."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        torch.manual_seed(15)
-        self.one, self.other, self.grow = nn.Linear(8, 8), nn.Linear(8, 8), Op(lambda x: x * gain)
-        self.other.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.grow(torch.relu(self.one(x))))
+    layers = {"one": linear(8), "other": linear(8), "grow": Op(lambda x: x * gain)}
+    network = Written(lambda m, x: m.other(m.grow(torch.relu(m.one(x)))), **layers)
+    network.other.weight = network.one.weight
+    return network
 
 
-class Filled(nn.Module):
-    """Attention scores with the mask filled in."""
+def filled(first: int) -> nn.Module:
+    """Attention scores with a mask of -inf filled in: with 0 for `first` one row holds nothing else."""
 
-    def __init__(self, whole_row: bool) -> None:
-        super().__init__()
-        torch.manual_seed(16)
-        self.project, self.softmax, self.whole_row = nn.Linear(8, 8), nn.Softmax(-1), whole_row
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.project(x)
+        hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(first).flip(0, 1)
+        return m.softmax((h @ h.T).masked_fill(hidden, -math.inf)) @ h
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.project(x)
-        hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(0 if self.whole_row else 1).flip(0, 1)
-        return self.softmax((h @ h.T).masked_fill(hidden, -math.inf)) @ h
+    return nn.Sequential(Written(forward, project=linear(8), softmax=nn.Softmax(-1)), linear())
 
 
-class Packed(nn.Module):
+def packed() -> nn.Module:
     """The maximum over sequences of different lengths, padded with -inf."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(17)
-        self.rnn = nn.LSTM(8, 4, 2, batch_first=True, bidirectional=True)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        short = nn.utils.rnn.pack_padded_sequence(x, [20, 11], batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(m.rnn(short)[0], True, -math.inf)[0].amax(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, [20, 11], batch_first=True)
-        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], True, -math.inf)[0].amax(1)
+    return Written(forward, rnn=nn.LSTM(8, 4, 2, batch_first=True, bidirectional=True))
 
 
-class Routed(nn.Module):
+def routed() -> nn.Module:
     """Experts weighted by a softmax over the two best; the others get -inf."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(18)
-        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 3) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.gate(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        scores = m.gate(x)
         best = scores.topk(2, -1)
         share = torch.full_like(scores, -math.inf).scatter(-1, best.indices, best.values).softmax(-1)
-        return sum(share[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        return sum(share[:, i : i + 1] * expert(x) for i, expert in enumerate(m.experts))
+
+    return Written(forward, gate=linear(4), experts=nn.ModuleList(linear() for _ in range(4)))
 
 
 def upscaled() -> nn.Module:
@@ -178,7 +169,7 @@ def growing_rnn() -> nn.Module:
     with torch.no_grad():
         rnn.weight_hh_l0.copy_(3 * torch.eye(8))
         rnn.weight_ih_l0.fill_(1.0)
-    return Last(rnn)
+    return last_of(rnn)
 
 
 def convolution(gain: float = 1.0) -> nn.Module:
@@ -250,9 +241,8 @@ FAULTS = [
     Fault("weights of 1e4", lambda: with_weight(chain(nn.ReLU()), "last.weight", lambda w: w.fill_(1e5 / 2)), rows, "forward_overflow", "forward", "last", "mm"),
     Fault("variance of a constant", lambda: chain(lambda x: (x * 0) * torch.rsqrt((x * 0).var(-1, keepdim=True) + 1e-9)), rows, "forward_overflow", "forward", "fault", "rsqrt"),
     Fault("cumprod of threes", lambda: chain(lambda x: (x[:, :1] * 0 + 3).expand(-1, 60).cumprod(1)[:, -8:] * 1e-25), rows, "forward_overflow", "forward", "fault", "cumprod"),
-    Fault("softmax over large logits", lambda: nn.Sequential(Attention(1e5), nn.Linear(8, 3)), rows, "forward_overflow", "forward", "0.scores", "mul"),
-    Fault("fully masked row", lambda: nn.Sequential(Attention(1.0, causal(4, 2)), nn.Linear(8, 3)), rows, "model_non_finite", "forward", "0.softmax", "softmax"),
-    Fault("own root-mean-square norm", lambda: chain(lambda x: x / (400 * x / x).pow(2).mean(-1, keepdim=True).sqrt()), rows, "forward_overflow", "forward", "fault", "pow"),
+    Fault("softmax over large logits", lambda: nn.Sequential(attention(1e5), nn.Linear(8, 3)), rows, "forward_overflow", "forward", "0.scores", "mul"),
+    Fault("fully masked row", lambda: nn.Sequential(attention(1.0, causal(4, 2)), nn.Linear(8, 3)), rows, "model_non_finite", "forward", "0.softmax", "softmax"),
     Fault("inf in the data", lambda: chain(nn.ReLU()), lambda: touched(rows(), math.inf), "bad_data", "", "batch[0]"),
     Fault("NaN in the data", lambda: convolution(), lambda: touched(images(), math.nan), "bad_data", "", "batch[0]"),
     Fault("inf in the target", lambda: chain(), lambda: touched((rows()[0], torch.zeros(4, 3)), math.inf, 1), "bad_data", "", "batch[1]", loss=F.mse_loss),
@@ -266,18 +256,18 @@ FAULTS = [
     Fault("300 in E4M3", lambda: chain(lambda x: (x * 0 + 30) ** 2), rows, "forward_overflow", "forward", "fault", "", options=(("dtype", E4M3FN),)),
     Fault("recurrent growth", growing_rnn, sequences, "forward_overflow", "forward", "rnn", "", loss=mean),
     Fault("loss scale 2^40, perceptron", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "", "cast to float16", options=(("scale", 2.0**40),)),
-    Fault("loss scale 2^40, GRU", lambda: Last(nn.GRU(8, 4, batch_first=True)), sequences, "scale_too_high", "backward", "", "", loss=mean, options=(("scale", 2.0**40),)),
+    Fault("loss scale 2^40, GRU", lambda: last_of(nn.GRU(8, 4, batch_first=True)), sequences, "scale_too_high", "backward", "", "", loss=mean, options=(("scale", 2.0**40),)),
     Fault("loss scale 2^40, O1", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "last", "cast to float16", options=(("scale", 2.0**40), ("level", "O1"))),
     Fault("loss scale 2^40, transformer", lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), Op(lambda h: h.mean(1))), lambda: (sequences(), torch.tensor([0, 1])), "scale_too_high", "backward", "", "cast to float16", options=(("scale", 2.0**40),)),
     Fault("loss scale 2^40, sparse gradients", lambda: words_in(nn.Embedding(10, 8, sparse=True)), lambda: (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), "scale_too_high", "backward", "", "", options=(("scale", 2.0**40),)),
     Fault("slope of a root at 0, late", lambda: chain(*[Op(lambda x: x + 1)] * 200, lambda x: (x * 0).sqrt()), rows, "model_non_finite", "backward", "part200", "div"),
-    Fault("exp of a GRU's output", lambda: nn.Sequential(Last(nn.GRU(8, 8, batch_first=True)), Op(lambda h: (h * 0 + 12).exp())), lambda: (sequences(), torch.tensor([0, 1])), "forward_overflow", "forward", "1", "exp"),
-    Fault("NaN weight of an LSTM", lambda: with_weight(Last(nn.LSTM(8, 4, batch_first=True)), "rnn.weight_hh_l0", lambda w: w[0].fill_(math.nan)), sequences, "weights_non_finite", "", "parameter rnn.weight_hh_l0", loss=mean),
-    Fault("square of 300, checkpointed", lambda: chain(Checkpointed(lambda x: (x * 0 + 300) ** 2)), rows, "forward_overflow", "forward", "fault.inner.1", "pow"),
-    Fault("the same, re-entrant", lambda: chain(Checkpointed(lambda x: (x * 0 + 300) ** 2, True)), rows, "forward_overflow", "forward", "fault.inner.1", "pow"),
-    Fault("slope of a root at 0, checkpointed", lambda: chain(Checkpointed(lambda x: (x * 0).sqrt())), rows, "model_non_finite", "backward", "fault.inner.1", "div"),
-    Fault("gain of 1e6 between tied layers", lambda: Tied(1e6), rows, "forward_overflow", "forward", "grow", "mul"),
-    Fault("masked_fill of a whole row", lambda: nn.Sequential(Filled(True), nn.Linear(8, 3)), rows, "model_non_finite", "forward", "0.softmax", "softmax"),
+    Fault("exp of a GRU's output", lambda: nn.Sequential(last_of(nn.GRU(8, 8, batch_first=True)), Op(lambda h: (h * 0 + 12).exp())), lambda: (sequences(), torch.tensor([0, 1])), "forward_overflow", "forward", "1", "exp"),
+    Fault("NaN weight of an LSTM", lambda: with_weight(last_of(nn.LSTM(8, 4, batch_first=True)), "rnn.weight_hh_l0", lambda w: w[0].fill_(math.nan)), sequences, "weights_non_finite", "", "parameter rnn.weight_hh_l0", loss=mean),
+    Fault("square of 300, checkpointed", lambda: chain(checkpointed(lambda x: (x * 0 + 300) ** 2)), rows, "forward_overflow", "forward", "fault.inner.1", "pow"),
+    Fault("the same, re-entrant", lambda: chain(checkpointed(lambda x: (x * 0 + 300) ** 2, True)), rows, "forward_overflow", "forward", "fault.inner.1", "pow"),
+    Fault("slope of a root at 0, checkpointed", lambda: chain(checkpointed(lambda x: (x * 0).sqrt())), rows, "model_non_finite", "backward", "fault.inner.1", "div"),
+    Fault("gain of 1e6 between tied layers", lambda: tied(1e6), rows, "forward_overflow", "forward", "grow", "mul"),
+    Fault("masked_fill of a whole row", lambda: filled(0), rows, "model_non_finite", "forward", "0.softmax", "softmax"),
     Fault("exp in place", lambda: chain(lambda x: x.mul_(0).add_(20).exp_()), rows, "forward_overflow", "forward", "fault", "exp"),
     Fault("every target ignored", lambda: chain(), lambda: (rows()[0], torch.full((4,), -100)), "model_non_finite", "forward", "(loss function)", "nll_loss"),
     Fault("weight norm of a zero row", lambda: with_weight(weight_normed(), "0.parametrizations.weight.original1", lambda w: w[2].zero_()), rows, "model_non_finite", "forward", "0.parametrizations.weight.0", "weight_norm"),
@@ -309,36 +299,31 @@ def test_a_planted_fault_is_named(fault):
         assert 1 <= works < options["scale"]
     elif fault.verdict == "gradient_overflow":
         assert works < 1
-    elif fault.name != "own root-mean-square norm":  # there the inf is divided away, and the gradients are finite
+    else:
         assert works is None
     assert report.advice
     assert VERDICTS[fault.verdict] in str(report)
     for key, value in network.state_dict().items():
         torch.testing.assert_close(value, before[key], rtol=0, atol=0, equal_nan=True)
     assert all(p.grad is None for p in network.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
 
 
-def test_there_are_enough_faults_of_every_kind():
-    assert len(FAULTS) >= 20
+def test_there_are_faults_of_every_kind():
     silent = {"lost_in_forward", "precision_lost", "gradients_non_finite", "scale_zero"}  # test_diagnose_silent
     assert {f.verdict for f in FAULTS} == set(VERDICTS) - {"healthy", "stale_scale"} - silent
 
 
-class Twice(nn.Module):
-    """One layer of float16, used in two re-entrant checkpoints: each gradient fits, their sum does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.layer = nn.Linear(1, 1, bias=False).half(), nn.Linear(1, 1, bias=False).half()
-        for p in self.parameters():
-            nn.init.ones_(p)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layer, checkpoint(self.layer, self.first(x), use_reentrant=True), use_reentrant=True)
-
-
 def test_gradients_that_overflow_when_they_are_added_belong_to_no_operation():
-    report = diagnose(Twice(), torch.tensor([[40000.0]]).half(), lambda out: out.float().sum(), level=None, scale=1.0)
+    """One layer in two re-entrant checkpoints: each gradient fits, their sum does not."""
+
+    def twice(m: Any, x: Tensor) -> Tensor:
+        return checkpoint(m.layer, checkpoint(m.layer, m.first(x), use_reentrant=True), use_reentrant=True)
+
+    network = Written(twice, first=nn.Linear(1, 1, bias=False), layer=nn.Linear(1, 1, bias=False)).half()
+    for p in network.parameters():
+        nn.init.ones_(p)
+    report = diagnose(network, torch.tensor([[40000.0]]).half(), lambda out: out.float().sum(), level=None, scale=1.0)
     assert (report.verdict, report.phase, report.gradient_of) == ("gradient_overflow", "backward", ""), str(report)
     assert report.max_scale == 0.5
 
@@ -367,25 +352,6 @@ def test_a_tensor_that_a_stale_scale_clips_is_named():
     assert str(network.state_dict()) == before
     current = cast_like(network, "te_current")
     assert diagnose(current, (x * 300, y), F.cross_entropy, level=None, scale=1.0).verdict == "healthy"
-
-
-class BooleanMask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.project = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.project(x)[None, None]
-        allowed = torch.ones(4, 4, dtype=torch.bool).tril()
-        return F.scaled_dot_product_attention(h, h, h, attn_mask=allowed)[0, 0]
-
-
-class GivenMask(Attention):
-    """The mask comes with the batch."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.softmax(self.scores((self.query(x), self.key(x))) + mask) @ self.value(x)
 
 
 def tokens() -> tuple[Tensor, Tensor]:
@@ -425,11 +391,11 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     ("residual block", seeded(lambda: ResidualBlock(1, 4)), images(), lambda o, y: o.mean(), {"dtype": FP16}),
     ("GPT", small_gpt, tokens(), next_token, {}),
     ("GPT auto", small_gpt, tokens(), next_token, {"level": "auto"}),
-    ("GRU", seeded(lambda: Last(nn.GRU(8, 4, batch_first=True))), sequences(), mean, {}),
-    ("LSTM", seeded(lambda: Last(nn.LSTM(8, 4, batch_first=True))), sequences(), mean, {}),
-    ("causal mask of -inf", lambda: nn.Sequential(Attention(1.0, causal(4)), nn.Linear(8, 3)), rows(), F.cross_entropy, {}),
-    ("boolean mask", BooleanMask, rows(), lambda o, y: o.mean(), {}),
-    ("a mask of -inf in the batch", GivenMask, ((rows()[0], causal(4)), rows()[1]), F.cross_entropy, {}),
+    ("GRU", seeded(lambda: last_of(nn.GRU(8, 4, batch_first=True))), sequences(), mean, {}),
+    ("LSTM", seeded(lambda: last_of(nn.LSTM(8, 4, batch_first=True))), sequences(), mean, {}),
+    ("causal mask of -inf", lambda: nn.Sequential(attention(1.0, causal(4)), nn.Linear(8, 3)), rows(), F.cross_entropy, {}),
+    ("boolean mask", lambda: chain(lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3, attn_mask=torch.ones(4, 4, dtype=torch.bool).tril())[0, 0]), rows(), F.cross_entropy, {}),
+    ("a mask of -inf in the batch", attention, ((rows()[0], causal(4)), rows()[1]), F.cross_entropy, {}),
     ("an embedding never used", lambda: embedded(lambda w: w[9].fill_(5.0)), (torch.tensor([3, 1]), torch.tensor([0, 1])), F.cross_entropy, {}),
     ("layer norm of constant rows", lambda: chain(lambda x: x * 0 + 2, nn.LayerNorm(8)), rows(), F.cross_entropy, {}),
     ("dropout", lambda: chain(nn.Dropout(0.5)), rows(), F.cross_entropy, {}),
@@ -445,16 +411,16 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     ("targets left out", lambda: chain(), (rows()[0], torch.tensor([0, -100, 2, -100])), F.cross_entropy, {}),
     ("weight norm", weight_normed, rows(), F.cross_entropy, {}),
     ("in place", lambda: chain(lambda x: x.mul_(2).relu_()), rows(), F.cross_entropy, {}),
-    ("tied layers", lambda: Tied(1.0), rows(), F.cross_entropy, {}),
-    ("checkpointed", lambda: chain(Checkpointed(F.relu)), rows(), F.cross_entropy, {}),
-    ("checkpointed, re-entrant", lambda: chain(Checkpointed(F.relu, True)), rows(), F.cross_entropy, {}),
-    ("masked_fill of -inf", lambda: nn.Sequential(Filled(False), nn.Linear(8, 3)), rows(), F.cross_entropy, {}),
-    ("packed LSTM, padding of -inf", Packed, sequences(), mean, {}),
-    ("routing by -inf", Routed, rows(), F.cross_entropy, {"level": "O1"}),
-    ("routing by -inf, emulated", Routed, rows(), F.cross_entropy, {"dtype": FP16}),
+    ("tied layers", lambda: tied(1.0), rows(), F.cross_entropy, {}),
+    ("checkpointed", lambda: chain(checkpointed(F.relu)), rows(), F.cross_entropy, {}),
+    ("checkpointed, re-entrant", lambda: chain(checkpointed(F.relu, True)), rows(), F.cross_entropy, {}),
+    ("masked_fill of -inf", lambda: filled(1), rows(), F.cross_entropy, {}),
+    ("packed LSTM, padding of -inf", packed, sequences(), mean, {}),
+    ("routing by -inf", routed, rows(), F.cross_entropy, {"level": "O1"}),
+    ("routing by -inf, emulated", routed, rows(), F.cross_entropy, {"dtype": FP16}),
     ("a mask of inf with its sign turned, emulated", lambda: chain(lambda x: (-x.masked_fill(torch.arange(8) > 3, math.inf)).softmax(-1)), rows(), F.cross_entropy, {"dtype": FP16}),
     ("the same, rounded by bits", lambda: chain(lambda x: (-x.masked_fill(torch.arange(8) > 3, math.inf)).softmax(-1)), rows(), F.cross_entropy, {"dtype": EIGHT}),
-    ("routing by -inf, rounded by bits", Routed, rows(), F.cross_entropy, {"dtype": TF32}),
+    ("routing by -inf, rounded by bits", routed, rows(), F.cross_entropy, {"dtype": TF32}),
     ("logsumexp with -inf", lambda: chain(lambda x: torch.logsumexp(torch.stack([x, torch.full_like(x, -math.inf)]), 0)), rows(), F.cross_entropy, {}),
     ("missing targets", lambda: chain(), (rows()[0], torch.tensor([1.0, math.nan, 0.0]).expand(4, 3)), lambda o, y: torch.where(y.isnan(), 0.0, o - y.nan_to_num()).square().mean(), {}),
     ("loss from the network itself", lambda: WithLossCell(chain(nn.ReLU()), nn.CrossEntropyLoss()), rows(), None, {}),
@@ -504,52 +470,9 @@ def test_the_level_that_the_network_has_is_kept_with_level_none():
     network = auto_mixed_precision(chain(lambda x: (x * 0 + 300) ** 2), "O2")
     assert diagnose(network, rows(), F.cross_entropy, level=None).verdict == "forward_overflow"
     assert diagnose(network, rows(), F.cross_entropy, level="O0").verdict == "healthy"
-    half = chain(lambda x: (x * 0 + 300) ** 2).half()
-    x, y = rows()
-    assert (
-        diagnose(half, (x.half(), y), lambda o, t: F.cross_entropy(o.float(), t), level=None).verdict
-        == "forward_overflow"
-    )
-    with torch.autocast("cpu", torch.float16):
-        report = diagnose(
-            with_weight(chain(), "last.weight", lambda w: w.fill_(6e4)), rows(), F.cross_entropy, level=None
-        )
-    assert (report.verdict, report.module) == ("forward_overflow", "last")
-
-
-def test_nothing_is_left_behind():
-    network, batch = convolution(), images()
-    network.train()
-    twin = copy.deepcopy(network)
-    torch.manual_seed(13)
-    state = torch.get_rng_state()
-    diagnose(network, batch, F.cross_entropy)
-    assert torch.equal(torch.get_rng_state(), state)
-    for (name, a), (_, b) in zip(network.state_dict().items(), twin.state_dict().items()):
-        assert torch.equal(a, b), name  # running statistics too
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
 
 
 def test_the_report_reads_like_an_answer():
     text = str(diagnose(chain(lambda x: (x * 0 + 300) ** 2), rows(), F.cross_entropy))
     for words in ("module fault", "operation pow", "from 300 to 300", "float32", "bfloat16"):
         assert words in text
-
-
-def test_an_operation_that_does_not_exist_in_the_low_precision_is_an_error_in_words():
-    beyond = chain(lambda x: x.masked_fill(x > 0, torch.finfo(torch.float32).min))
-    with pytest.raises(RuntimeError, match=r"runs in float32 but not at level O2 in torch\.float16: value cannot be"):
-        diagnose(beyond, rows(), lambda o, y: o.sigmoid().mean())
-
-
-def test_wrong_arguments_say_what_is_needed():
-    with pytest.raises(TypeError, match="network must be an"):
-        diagnose(lambda x: x, rows(), F.cross_entropy)
-    with pytest.raises(TypeError, match="scale must be"):
-        diagnose(chain(), rows(), F.cross_entropy, scale="2^16")
-    with pytest.raises(ValueError, match="scale"):
-        diagnose(chain(), rows(), F.cross_entropy, scale=-1)
-    with pytest.raises(ValueError, match=r"loss\.mean"):
-        diagnose(chain(), rows(), lambda o, y: o)
-    with pytest.raises(TypeError, match="batch must be"):
-        diagnose(chain(), {1, 2}, F.cross_entropy)

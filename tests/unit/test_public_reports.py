@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_diagnose_silent import Table, Written, linear
+from test_diagnose import Written, linear
+from test_diagnose_silent import Table
 from test_watch_loop import Case, watched
 from torch import Tensor, nn
 
