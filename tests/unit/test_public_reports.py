@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (one report per line reads best)
-"""Public reports of mixed precision gone wrong, each as the smallest network or loop that shows it: the cause is named.
+"""Public reports of mixed precision gone wrong, each as the smallest network that shows it; loops: `test_watch_loop`.
 
 A row begins with the report (owner/repository#number on GitHub) and what it says in short.
 """
@@ -16,11 +16,9 @@ import torch
 import torch.nn.functional as F
 from test_diagnose import Written, linear
 from test_diagnose_silent import Table
-from test_watch_loop import Case, watched
 from torch import Tensor, nn
 
 from mpkit.diagnose import diagnose, preflight
-from mpkit.diagnose.mistakes import MISTAKES
 
 HALF, BF16 = torch.float16, torch.bfloat16
 
@@ -208,27 +206,3 @@ def test_an_average_in_16_bits() -> None:
     for dtype in (HALF, BF16):
         (found,) = preflight(network, torch.optim.SGD(network.parameters(), 0.1), average=in_16_bits(dtype))
         assert "does not move" in found.what
-
-
-# --- loops, in the words of `test_watch_loop`
-
-LOOPS = [
-    ("milesial/Pytorch-UNet#468, pytorch/examples#1196, allenai/allennlp#5426 clipped before unscaling", "", "scaled clip step update clear", "clip_before_unscale"),
-    ("andreped/GradientAccumulator#19 adaptive clipping of scaled gradients", "", "clear scaled agc step update", "clip_before_unscale"),
-    ("TorchSSL/TorchSSL#59 clipped, and unscaled after that", "", "clear scaled clip unscale step update", "clip_before_unscale"),
-    ("microsoft/Swin-Transformer#311, huggingface/accelerate#641 unscaled in every micro-batch", "", "scaled_third unscale 3:step 3:update 3:clear", "unscale_per_micro_batch"),
-    ("NVIDIA/apex#439, pytorch/pytorch#36601 update in every micro-batch", "", "scaled_third 3:step update 3:clear", "update_per_micro_batch"),
-    ("pytorch/pytorch#44511, princeton-vl/RAFT#104 the schedule before update()", "overflowing scheduled", "clear scaled step schedule_step update", "schedule_counts_skips"),
-    ("pytorch/pytorch#55585, huggingface/transformers#11106 the schedule after update()", "overflowing scheduled", "clear scaled unscale step update schedule_step", "schedule_counts_skips"),
-    ("kekmodel/MPL-pytorch#38 a loop that clears nothing", "", "scaled unscale clip step update", "not_cleared"),
-    ("princeton-vl/RAFT#104 optimizer.step() itself, as a reader thought it missing", "", "clear scaled bare", "bare_step"),
-    ("pytorch/pytorch#120376 the whole loop inside of the autocast region", "", "clear scaled_inside step update", "inside_autocast"),
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize(("report", "before", "loop", "mistake"), LOOPS, ids=lambda v: v.split("#")[0])
-def test_a_loop_of_a_report(report: str, before: str, loop: str, mistake: str) -> None:
-    seen = watched(Case(), loop, before)
-    assert [f.mistake for f in seen.findings] == [mistake], f"{report}: {seen}"
-    assert seen.findings[0].advice == MISTAKES[mistake]
