@@ -202,23 +202,17 @@ def test_the_last_bits_of_a_product_are_no_clipping(last_bits, clipped):
     [
         (lambda: replay_tensor_scales([1.0, -1.0], [TE]), ValueError, "at step 1"),
         (lambda: replay_tensor_scales([], [TE]), ValueError, "amax"),
-        (lambda: replay_tensor_scales(["a"], [TE]), TypeError, "amax"),
         (lambda: replay_tensor_scales([1.0], []), TypeError, "at least one"),
-        (lambda: replay_tensor_scales([1.0], ["te_delayed"]), TypeError, "TensorScalePolicy"),
         (lambda: sweep_tensor_scales([1.0], history_len=16), TypeError, "history_len must be a list"),
         (lambda: sweep_tensor_scales([1.0], margin=16), TypeError, "margin must be a list"),
         (lambda: sweep_tensor_scales([1.0], algorithm="max"), TypeError, "algorithm must be a list"),
         (lambda: tensor_scale_preset("te"), ValueError, "te_delayed"),
         (lambda: tensor_scale_preset("te_delayed", length=3), TypeError, "history_len"),
         (lambda: tensor_scale_preset("te_delayed", amax_compute_algo="mean"), ValueError, "most_recent"),
-        (lambda: TensorScalePolicy(history_len=1.5), TypeError, "history_len"),
-        (lambda: TensorScalePolicy(unfused=1), TypeError, "unfused"),
         (lambda: advance(TE, initial_tensor_scale(TE), -1.0), ValueError, r"\[0, inf\]"),
-        (lambda: advance(TE, initial_tensor_scale(TE), "1"), TypeError, "number"),
         (lambda: TE[0], TypeError, "one policy"),
         (lambda: stack_tensor_scales([]), ValueError, "at least one"),
         (lambda: TensorScaler(TENSOR_SCALE_PRESETS["te_current"]), ValueError, "no state"),
-        (lambda: TensorScaler("te_delayed"), TypeError, "TensorScalePolicy"),
     ],
 )
 def test_bad_input_is_refused(wrong, error, words):
