@@ -11,6 +11,7 @@ from mpkit.blocks import MXFP8_E4M3, quantize_blocks
 from mpkit.boost import GroupLossScaleManager
 from mpkit.formats import E4M3FN, E5M2, FP16, get_format
 from mpkit.optimizers import SGD
+from mpkit.record import Recorder
 from mpkit.replay import flushed
 
 
@@ -65,3 +66,15 @@ def test_what_lies_below_half_the_smallest_number_is_flushed_and_no_more(name, s
     lost = (values * scale).to(fmt.torch_dtype) == 0
     assert lost.tolist() == [True, True, True, False, False]
     assert flushed(trace_of([values], form=name), np.array([[scale]])).item() == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+def test_a_recorder_keeps_gradients_as_they_are_without_the_scale(scale):
+    weight = torch.nn.Linear(1, 1, bias=False)
+    recorder = Recorder(weight, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+    (scale * weight(torch.tensor([[0.75]]))).sum().backward()
+    recorder.record(torch.tensor(1.0))
+    trace = recorder.trace()
+    assert trace.scale.tolist() == [scale]
+    assert trace.gradients.largest.tolist() == [[0.75]]
+    assert trace.grad_norm.tolist() == [0.75]
