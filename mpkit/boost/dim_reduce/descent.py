@@ -18,7 +18,6 @@ from mpkit.boost.dim_reduce.components import row_block
 from mpkit.model.randomness import random_state, set_random_state
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import StepContext
-from mpkit.step.distributed import mean_
 from mpkit.step.update import Update, Wrapped
 
 
@@ -204,28 +203,22 @@ class DimReduce(nn.Module):
 
     def _back(self, components: Tensor) -> Tensor:
         """(k,) components -> (n,) P^T components, summed over the ranks."""
-        part = self.pca.T @ components[self.block]
-        if self.rank_size > 1:
-            dist.all_reduce(part, group=self._group)
-        return part
+        return self._summed(self.pca.T @ components[self.block])
 
     def _gathered(self, part: Tensor) -> Tensor:
         """This rank's components -> (k,) those of all ranks."""
-        if self.rank_size == 1:
-            return part
-        k = len(self.last_move)
-        padded = part.new_zeros(-(-k // self.rank_size))
-        padded[: len(part)] = part
-        every = [torch.empty_like(padded) for _ in range(self.rank_size)]
-        dist.all_gather(every, padded, group=self._group)
-        return torch.cat(every)[:k]
+        whole = torch.zeros_like(self.last_move)
+        whole[self.block] = part
+        return self._summed(whole)
 
     def _mean(self, loss: Tensor) -> Tensor:
-        loss = loss.detach().to(self.momentum.dtype).reshape(())
+        return self._summed(loss.detach().to(self.momentum.dtype).reshape(()) / self.rank_size)
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """A new tensor, summed in place over the ranks."""
         if self.rank_size > 1:
-            loss = loss.clone()
-            mean_([loss], self.rank_size, self._group)
-        return loss
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
 
 
 class DimReduceUpdate(Wrapped):
