@@ -66,14 +66,13 @@ def cost(results: Any, metric: str, against: str) -> Still:
     dear, good = axis(named(against), [v for ends in both[against] for v in ends], 3), axis(named(metric), shown)
     right = see.panel(0, 1, title="the same means, and their cost", x=dear, y=good)
     near = [0.04 * (scale["hi"] - scale["lo"]) for scale in (dear, good)]
-    together: dict[tuple[float, float], list[str]] = {}  # numbers that would cover each other stand side by side
+    together: dict[tuple[float, ...], list[str]] = {}  # numbers that would cover each other stand side by side
     for i, (up, across) in enumerate(zip(both[metric], both[against])):
-        here = (across[1], up[1])
-        if not any(map(math.isnan, here)):
+        if math.isfinite(across[1] + up[1]):
             right.line([up[0], up[2]], [across[1]] * 2, "zero", width=1.2, quiet=True)
             right.line([up[1]] * 2, [across[0], across[2]], "zero", width=1.2, quiet=True)
             right.points([up[1]], [across[1]], "zero", glyph="s", size=3, quiet=True)
-            place = next((p for p in together if all(abs(a - b) < n for a, b, n in zip(p, here, near))), here)
+            place = tuple(step * round(at / step) for at, step in zip((across[1], up[1]), near))
             together.setdefault(place, []).append(str(i + 1))
     for place, numbers in together.items():
         right.text(", ".join(numbers), *place, beside=5, dy=-8, halo=True)

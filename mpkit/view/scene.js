@@ -522,7 +522,7 @@ function render({ model, el }) {
 		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
-		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? { x: x + 12, y: y + 4 } : { x: x - 12, y: y - 6, "text-anchor": "end" });
+		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? { x: x + 12, y: y + 4 } : { x: x - 12, y: y + 20 < p.bottom ? y + 15 : y - 6, "text-anchor": "end" }); // above its line are others
 		const read = m.axis === "xy" ? v.map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
 		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": m.axis === "xy" ? v[0] : v, "aria-valuetext": read });
 	}

@@ -91,7 +91,8 @@ def said(value: float, axis: Mapping[str, Any]) -> str:
     return rounded(10**value if axis.get("format") == "log10" else value)
 
 
-def _item(values: Any, i: int) -> Any:
+def item(values: Any, i: int) -> Any:
+    """Item `i` of several, the last of all that follow, or what stands for all of them."""
     return values[min(i, len(values) - 1)] if np.ndim(values) else values
 
 
@@ -129,7 +130,7 @@ def space(low: float, high: float) -> dict[str, Any]:
 
 def filled(column: Any, form: str, index: int) -> str:
     """One item of a column in words, exactly as the page writes it."""
-    value = _item(column, index)
+    value = item(column, index)
     if isinstance(value, str):
         return value
     value = float(np.float32(value)) if np.ndim(column) else float(value)  # as it travels
@@ -283,12 +284,12 @@ class Panel:
             count = max(np.size(v) for v in (ys, xs) if v is not None)
             count = min(count, index + 1) if m.get("show") == "upto" and "since" not in m else count
             for i in range(0, count, max(1, count // most)):
-                place = said(_item(xs, i) if xs is not None else i, x)
+                place = said(item(xs, i) if xs is not None else i, x)
                 if told:
-                    value = told if isinstance(told, str) else told[int(_item(m.get("codes", i), i))]
+                    value = told if isinstance(told, str) else told[int(item(m.get("codes", i), i))]
                 else:
-                    value = said(_item(ys, i), self.given["y"])
-                found.setdefault(place, {}).setdefault(_item(label, i) if not isinstance(label, str) else label, value)
+                    value = said(item(ys, i), self.given["y"])
+                found.setdefault(place, {}).setdefault(item(label, i) if not isinstance(label, str) else label, value)
         head = {"panel": self.given.get("title", "")} if titled else {}
         return [head | {x.get("label") or "place": place, **cells} for place, cells in found.items()]
 

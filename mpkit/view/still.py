@@ -18,7 +18,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.path import Path
 from PIL import Image
 
-from mpkit.view.sheet import ROLES, Sheet, raised, rounded
+from mpkit.view.sheet import ROLES, Sheet, item, raised, rounded
 
 PT = 0.72  # points per pixel at 100 dots per inch
 STEPS = {"mid": "steps-mid", "post": "steps-post", None: "default"}
@@ -150,14 +150,6 @@ def _shown(m: dict[str, Any], index: int, n: int) -> slice:
     return slice(0, n)
 
 
-def _item(value: Any, index: int) -> Any:
-    return value[min(index, len(value) - 1)] if np.ndim(value) else value
-
-
-def _each(value: Any, n: int) -> list[Any]:
-    return [_item(value, i) for i in range(n)]  # as in the page, the last stands for all that follow
-
-
 def _mark(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]) -> Artist | Container | None:
     kind: str = m["type"]
     look: dict[str, Any] = {"zorder": z}
@@ -176,10 +168,10 @@ def _mark(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]
     if kind == "handle":
         _handle(axes, m, index, z + 8, p)  # as in the page, words lie above all shapes, and handles above all words
     elif kind == "text":
-        values = [rounded(float(_item(v, index))) for v in m.get("fields", ())]
+        values = [rounded(float(item(v, index))) for v in m.get("fields", ())]
         for k, text in enumerate(m["text"]):
             if m.get("show") != "at" or k == index:
-                x, y, ink = (_item(m.get(name), k) for name in ("x", "y", "color"))
+                x, y, ink = (item(m.get(name), k) for name in ("x", "y", "color"))
                 _words(axes, x, y, text.format(*values) if values else text, {**m, "color": ink}, z + 4)
     elif kind == "arrows":
         arrow = {"arrowstyle": "-|>", "color": colour(m["color"]), "lw": PT * m.get("width", 1.5)}
@@ -197,7 +189,7 @@ def _line(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Li
     n = max(np.size(m.get("x", ())), np.size(m["y"]))
     part = _shown(m, index, n)
     x, y = (np.broadcast_to(np.arange(n) if m.get(k) is None else m[k], n)[part] for k in ("x", "y"))
-    color = colour(_item(m["color"], int(m["hue"][index]) if "hue" in m else index))
+    color = colour(item(m["color"], int(m["hue"][index]) if "hue" in m else index))
     points = m["type"] == "points"
     ends = {"marker": m.get("glyph", "o" if points else ""), "ms": 2 * PT * m.get("size", 4)}
     ends |= {"mfc": colour(m["fill"]) if "fill" in m else color, "markevery": m.get("every", 1)}
@@ -215,7 +207,7 @@ def _boxes(axes: Axes, m: dict[str, Any], index: int, z: float) -> Patch | None:
     shapes = list[Patch]()
     for k in range(n)[_shown(m, index, n)]:
         x0, y0, x1, y1, fill, edge, hatch, dash = (
-            _item(m.get(name), k) for name in ("x0", "y0", "x1", "y1", "fill", "edge", "hatch", "dash")
+            item(m.get(name), k) for name in ("x0", "y0", "x1", "y1", "fill", "edge", "hatch", "dash")
         )
         style: dict[str, Any] = {"fc": colour(fill), "ec": colour(edge or ("muted" if hatch else "none")), "zorder": z}
         style |= {"lw": PT * m.get("width", 1.0 if edge or hatch else 0), "ls": _dash(dash)}
@@ -223,18 +215,18 @@ def _boxes(axes: Axes, m: dict[str, Any], index: int, z: float) -> Patch | None:
         shapes.append(Rectangle(corner, *size, hatch="///" if hatch else None, **style))
         axes.add_patch(shapes[-1])
         if m.get("text"):
-            look = {"color": _item(m.get("ink", "ink"), k), "size": m.get("size", 12), "halo": hatch}
+            look = {"color": item(m.get("ink", "ink"), k), "size": m.get("size", 12), "halo": hatch}
             _words(axes, (x0 + x1) / 2, (y0 + y1) / 2, m["text"][k], look, z + 0.005)
     return shapes[0] if shapes else None
 
 
 def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> BarContainer:
-    values, row = np.asarray(m["values"]).reshape(-1, m["count"]), _item(m.get("rows", index), index)
+    values, row = np.asarray(m["values"]).reshape(-1, m["count"]), item(m.get("rows", index), index)
     heights = values[min(int(row), len(values) - 1)] * m.get("unit", 1.0)
-    at = np.asarray(m["at"]) + _item(m.get("shift", 0.0), index)
-    fill = [colour(role) for role in _each(m.get("fill", "own"), len(at))]
-    if "zones" in m:
-        fill = [colour(next(role for upto, role in m["zones"] if upto is None or a < upto)) for a in at]
+    at = np.asarray(m["at"]) + item(m.get("shift", 0.0), index)
+    zones = m.get("zones")
+    roles = [next(r for end, r in zones if end is None or a < end) for a in at] if zones else m.get("fill", "own")
+    fill = [colour(item(roles, k)) for k in range(len(at))]
     draw = axes.bar if m.get("axis", "x") == "x" else axes.barh
     edge: dict[str, Any] = {"edgecolor": colour(m.get("edge", "muted")), "lw": PT}
     edge |= {"hatch": "///"} if m.get("hatch") else {}
@@ -249,8 +241,8 @@ def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, An
         axes.plot([m["at"][0]], [m["at"][1]], zorder=z + 1, **ball)
         return
     across, moved = m["axis"] == "x", axes.get_xlim()[0] - p["x"]["lo"]
-    base, cross = _item(m.get("base", 0.0), index), _item(m.get("cross"), index)
-    at = np.clip(base + m.get("slope", 1) * _item(m["at"], index), *sorted(p[m["axis"]][end] for end in ("lo", "hi")))
+    base, cross = item(m.get("base", 0.0), index), item(m.get("cross"), index)
+    at = np.clip(base + m.get("slope", 1) * item(m["at"], index), *sorted(p[m["axis"]][end] for end in ("lo", "hi")))
 
     def spot(along: float, other: float) -> tuple[float, float]:
         return (moved + along, other) if across else (moved + other, along)
@@ -267,7 +259,9 @@ def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, An
         axes.plot(*([v] for v in spot(at, cross)), zorder=z + 1, **ball)
     if m.get("note"):
         left, above = not across and "cross" not in m, across and m.get("stem")
-        shift = {"dy": -15} if above else {"anchor": "end", "dx": -12, "dy": -9} if left else {"dx": 12}
+        low = axes.transAxes.inverted().transform(axes.transData.transform(spot(at, cross)))[1]
+        under = 9 if low * axes.get_window_extent().height > 20 else -9  # above its line are others
+        shift = {"dy": -15} if above else {"anchor": "end", "dx": -12, "dy": under} if left else {"dx": 12}
         _words(axes, *spot(at, cross), m["note"], {"color": "own", "anchor": "start", "halo": True, **shift}, z)
 
 

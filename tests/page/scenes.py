@@ -30,6 +30,7 @@ const alive = (_, v) => (v?.bytes64 === undefined ? v
   : new DataView(Uint8Array.from(atob(v.bytes64), (c) => c.charCodeAt(0)).buffer));
 window.models = JSON.parse(document.getElementById("states").textContent, alive).map((state) => {
   const heard = {}, el = document.body.appendChild(document.createElement("section"));
+  el.title = state.title ?? "";
   const model = { get: (name) => state[name], set: (name, v) => { state[name] = v; }, save_changes() {}, send() {},
     on: (kind, does) => { (heard[kind] ??= []).push(does); }, off() {},
     put(name, v) { state[name] = v; (heard["change:" + name] ?? []).forEach((does) => does()); } };
@@ -50,22 +51,23 @@ def views() -> Iterator[tuple[str, Maker]]:
                 yield f"{module.name}.{name}", maker
 
 
-def page(shown: Sequence[Page], light: str = "true") -> str:
+def page(shown: Sequence[Page], light: str = "true", names: Sequence[str] = ()) -> str:
     """HTML of some living views, whose models are `window.models`; nothing answers what a reader asks."""
 
     def plain(value: Any) -> Any:
         return {"bytes64": base64.b64encode(value).decode()} if isinstance(value, bytes) else str(value)
 
-    states = json.dumps([{name: getattr(one, name) for name in SYNCED} for one in shown], default=plain).replace(
-        "</", "<\\/"
-    )
+    states = [{name: getattr(one, name) for name in SYNCED} for one in shown]
+    for state, name in zip(states, names):
+        state["title"] = name
+    told = json.dumps(states, default=plain).replace("</", "<\\/")
     dark = "--jp-content-font-color1:#fff;--jp-layout-color0:#111" if light == "false" else ""
     script = (HERE / "scene.js").read_text(encoding="utf-8")
     return (
         f"<!doctype html><meta charset=utf-8><style>{stylesheet()} body {{ {dark}; margin: 8px; "
         f"background: var(--jp-layout-color0, white) }}</style><body data-jp-theme-light={light}>"
         f"<script type=text/plain id=scene>{script}</script><script type=application/json id=states>"
-        f"{states}</script><script type=module>{MODEL}</script>"
+        f"{told}</script><script type=module>{MODEL}</script>"
     )
 
 
