@@ -7,6 +7,8 @@ device; then they live there, because only the device knows which steps were app
 
 # no `from __future__ import annotations`: the fields of `Optimizer` are read in the modules of its subclasses
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar, TypeVar
@@ -19,7 +21,7 @@ from mpkit.optimizers.arguments import Declared, Params, centralized, parameters
 from mpkit.optimizers.groups import Group, Grouped, split_groups
 from mpkit.optimizers.many import Many, Number
 from mpkit.optimizers.saved import check_saved
-from mpkit.optimizers.update import Update, follow_, silenced
+from mpkit.optimizers.update import Update, follow_, lots, silenced
 
 Loss = TypeVar("Loss")
 
@@ -191,19 +193,20 @@ class Optimizer(Declared, Grouped):
 
     def _alike(self, group: Group) -> list[list[int]]:
         """Indices of the parameters that have a gradient, by what one `Update` takes together."""
-        found: dict[Any, list[int]] = {}
-        sizes: dict[Any, int] = {}
-        lazy = group.get("use_lazy")
-        for i, p in enumerate(group["params"]):
+        found: defaultdict[Any, list[int]] = defaultdict(list)
+        params, total = group["params"], 0
+        large = LARGE if self.needed(params[0], group) else math.inf  # plain descent computes nothing on the way
+        for i, p in enumerate(params):
             if (grad := p.grad) is None:
                 continue
-            if (rows := grad.layout is not torch.strided) and not (lazy and grad.is_sparse):
+            total += (size := p.numel())
+            if (rows := grad.layout is not torch.strided) and not (group.get("use_lazy") and grad.is_sparse):
                 raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
-            key = p.device, p.dtype, self.by_axes and p.ndim > 1
-            sizes[key] = size = sizes.get(key, 0) + p.numel()
-            alone = rows or (p.is_cpu and p.numel() > LARGE)
-            found.setdefault((*key, ~i if alone else size // LOT), []).append(i)  # ~i is negative: no lot
-        return list(found.values())
+            alone = rows or (size > large and p.is_cpu)
+            found[i if alone else (p.dtype, p.device, self.by_axes and p.ndim > 1)].append(i)
+        if total <= LOT:
+            return list(found.values())
+        return [[at[k] for k in lot] for at in found.values() for lot in lots([params[i] for i in at], LOT)]
 
     def _update(
         self, group: Group, chosen: list[int], lr: Number, decay: Number, keep: Tensor | None, scale: Tensor | None

@@ -14,6 +14,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from mpkit.arguments import check_alike, check_kind, checked
 from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.optimizers.saved import check_state
+from mpkit.optimizers.update import lots
 from mpkit.optimizers.wrapper import Wrapper
 
 Way = Literal["stochastic", "kahan"]
@@ -124,13 +125,14 @@ class BFloat16Weights(Wrapper):
     def apply(self) -> None:
         """Some parameters after the other: the optimizer inside makes a step for each lot, and counts one for all."""
         low = self._stand_ins()
-        lots, others = _lots([p for p in low if p.grad is not None]), set(parameters_of(self)) - set(low)
+        moved, others = [p for p in low if p.grad is not None], set(parameters_of(self)) - set(low)
         counters = [*self.param_groups, getattr(inner(self), "_counts", {})]
         before = [{k: _own(x) for k, x in counter.items() if k != "params"} for counter in counters]
         grads = {p: p.grad for p in others}
         with self._float32():
             try:
-                for i, lot in enumerate(lots):
+                for i, places in enumerate(lots(moved, max((p.numel() for p in moved), default=0))):
+                    lot = [moved[k] for k in places]
                     if i:
                         for counter, values in zip(counters, before):
                             counter.update({k: _own(x) for k, x in values.items()})
@@ -195,19 +197,6 @@ def _some_rows(*tensors: Tensor, values: int = 2**22) -> Iterable[tuple[Tensor, 
     if first.numel() <= values:
         return [tensors]
     return zip(*(x.split(max(1, values * len(first) // first.numel())) for x in tensors))
-
-
-def _lots(params: list[Tensor]) -> list[list[Tensor]]:
-    """The parameters in lots of at most as many values as the largest one has; one empty lot if there are none."""
-    lots: list[list[Tensor]] = [[]]
-    most, size = max((p.numel() for p in params), default=0), 0
-    for p in params:
-        if size and size + p.numel() > most:
-            lots.append([])
-            size = 0
-        lots[-1].append(p)
-        size += p.numel()
-    return lots
 
 
 def _own(x: object) -> object:

@@ -135,6 +135,19 @@ def root(x: Number) -> Number:
     return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
 
 
+def lots(xs: Tensors, most: int) -> list[list[int]]:
+    """Places of tensors in lots of at most so many values, or of one tensor; one empty lot if there are none."""
+    made: list[list[int]] = [[]]
+    size = 0
+    for i, x in enumerate(xs):
+        if made[-1] and size + x.numel() > most:
+            made.append([])
+            size = 0
+        made[-1].append(i)
+        size += x.numel()
+    return made
+
+
 def in_one(xs: Tensors) -> Tensor:
     return torch.cat([x.reshape(-1) for x in xs])
 
