@@ -140,6 +140,7 @@ def lots(xs: Tensors, most: int) -> list[list[int]]:
     made: list[list[int]] = [[]]
     size = 0
     for i, x in enumerate(xs):
+        # one that is larger than a lot has a lot of its own, and never waits beside others
         if made[-1] and size + x.numel() > most:
             made.append([])
             size = 0
@@ -165,5 +166,6 @@ def follow_(masters: Tensors, params: Tensors) -> None:
     """Read a 16-bit parameter anew where somebody else has written to it: it no longer is its master, rounded."""
     bits = torch.int16 if params[0].dtype.itemsize == 2 else torch.int8
     master, seen = in_one(masters), in_one(params)
+    # as bits: a NaN is the one that it was, and a -0.0 is no 0.0
     same = master.to(seen.dtype).view(bits) == seen.view(bits)
     torch._foreach_copy_(masters, as_before(torch.where(same, master, seen.float()), masters))
