@@ -67,12 +67,7 @@ def target_of(dtype: object, grad_dtype: FloatFormat | None = None, also: tuple[
 
 # --- what an operator does to its arguments ---------------------------------------------------------------------------
 
-_STATISTICS = (
-    *("native_", "_native_batch_norm", "_batch_norm_with_update", "_batch_norm_impl", "cudnn_batch_norm"),
-    *("_fused_rms_norm", "_scaled_dot_product_"),
-)
-_FILLS = ("masked_fill", "fill", "full_like", "constant_pad_nd", "index_fill", "scatter", "where")
-_IN_STEPS = LISTS["kinds"]["in_steps"]
+_STATISTICS, _FILLS, _IN_STEPS = (LISTS["aten"][kind] for kind in ("statistics", "fills", "in_steps"))
 
 
 class _Facts(NamedTuple):
@@ -81,7 +76,7 @@ class _Facts(NamedTuple):
     views: bool
     writes: tuple[tuple[int, str], ...]  # place and name of what it writes into
     promotes: bool
-    statistics: bool  # after its first result, which are float32 at every precision
+    statistics: bool  # gives them after its first result, in float32 at every precision
     fills: bool
     steps: bool  # its 16-bit kernel rounds between its steps
 
@@ -305,7 +300,8 @@ def name_of(target: Target) -> str:
 def map_tensors(change: Callable[[Tensor], Tensor], value: object) -> Any:
     """`change` applied to every tensor in a nest of tuples (named too), lists, dicts and dataclasses.
 
-    The nest keeps its types, and what hangs on them beside their items.
+    The nest keeps its types, and what hangs on them beside their items. Where no tensor changes it is the very same,
+    since somebody may write into it, as into a cache; else a copy, since the caller may still hold the nest as it was.
 
     >>> map_tensors(Tensor.sum, {"a": [torch.ones(2)], "b": 1})
     {'a': [tensor(2.)], 'b': 1}
@@ -316,23 +312,25 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: object) -> Any:
         return change(value)
     if isinstance(value, tuple | list):
         items = [map_tensors(change, item) for item in value]
+        if all(new is item for new, item in zip(items, value)):
+            return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        mapped = {key: map_tensors(change, item) for key, item in value.items()}
-        own = {} if type(value) is dict else copy.copy(value)  # of the same type, with the same attributes
-        for key, item in mapped.items():
-            own[key] = item
-        return own
-    if is_dataclass(value) and not isinstance(value, type):
+        parts: dict[Any, Any] = dict(value)
+    elif is_dataclass(value) and not isinstance(value, type):
         parts = {part.name: getattr(value, part.name) for part in fields(value) if hasattr(value, part.name)}
-        new = {name: map_tensors(change, part) for name, part in parts.items()}
-        changed = {name: part for name, part in new.items() if part is not parts[name]}
-        # a copy, since the caller may still hold the nest with the tensors as they were
-        twin = copy.copy(value) if changed else value
-        for name, part in changed.items():
-            object.__setattr__(twin, name, part)  # frozen ones too
-        return twin
-    return value
+    else:
+        return value
+    mapped = {key: map_tensors(change, part) for key, part in parts.items()}
+    if all(mapped[key] is part for key, part in parts.items()):
+        return value
+    twin: Any = {} if type(value) is dict else copy.copy(value)
+    for key, new in mapped.items():
+        if isinstance(value, dict):
+            twin[key] = new
+        else:
+            object.__setattr__(twin, key, new)  # frozen ones too
+    return twin
 
 
 def float_tensors(value: object) -> list[Tensor]:

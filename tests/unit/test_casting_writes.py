@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -65,6 +66,26 @@ def test_a_write_through_a_view_arrives(write: Callable[[Tensor], object], level
     write(want)
     with torch.no_grad():
         assert torch.equal(auto_mixed_precision(Calls(run), level, dtype)(x).float(), want)
+
+
+@dataclass
+class Cache:
+    last: Tensor | None = None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_a_part_writes_into_a_nest_that_it_is_given_arrives(level: str, dtype: Any) -> None:
+    def keep(part: Any, x: Tensor, named: dict[str, Any], many: list[Tensor], cache: Cache) -> Tensor:
+        named["x"] = cache.last = x
+        many.append(x)
+        return x
+
+    outer = Calls(lambda module, x, *nests: module.part(x @ module.w, *nests), Calls(keep))
+    named, many, cache = {"old": 1}, [torch.tensor(1)], Cache()
+    auto_mixed_precision(outer, level, dtype)(torch.eye(4), named, many, cache)
+    for written in (named["x"], many[1], cache.last):
+        assert torch.equal(written.float(), torch.eye(4))  # type: ignore[attr-defined, union-attr]
 
 
 class Steps(nn.Module):
