@@ -41,29 +41,12 @@ def ran(view):
     return view
 
 
-def two_sided(t, freedom):
-    """P(|T| > |t|) of Student's t, by Simpson's rule on its density."""
-    x = np.linspace(0, abs(t), 20_001)
-    front = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
-    y = front * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
-    return 1 - 2 * (y[0] + y[-1] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum()) * (x[1] - x[0]) / 3
-
-
 @pytest.mark.parametrize("count", [1, 3, 10])
 def test_means_and_verdicts_of_the_recorded_runs(count):
-    view, p, gaps = own_experiment(recorded_seeds=count), {}, {}
-    numbers = {name: [recorded().values(name, "accuracy")[s] for s in range(count)] for name in CELLS}
-    for name in [*CELLS][1:]:
-        gaps[name] = np.subtract(numbers[name], numbers["float32"])
-        if count > 1:
-            p[name] = two_sided(gaps[name].mean() / (gaps[name].std(ddof=1) / math.sqrt(count)), count - 1)
-    floor, said = 0.0, {"float32": "baseline"}
-    for rank, name in enumerate(sorted(p, key=p.get)):  # Holm 1979
-        floor = max(floor, p[name] * (len(p) - rank))
-        better = "worse" if gaps[name].mean() < 0 else "better"
-        said[name] = better if floor < 0.05 else "not distinguishable"
+    view, table = own_experiment(recorded_seeds=count), recorded().first(count).summary("accuracy")
     for name in CELLS:
-        assert f"{name} {np.mean(numbers[name]):.1f}, {said.get(name, 'one seed')}" in view.sentence
+        mean = np.mean([recorded().values(name, "accuracy")[seed] for seed in range(count)])
+        assert f"{name} {mean:.1f}, {table['verdict'][name]}" in view.sentence
     assert len(view.numbers["losses"]["float32"]) == 144
 
 

@@ -17,7 +17,6 @@ from mpkit.lessons.recipes import (
     block_format,
     blocks,
     delayed,
-    gaussian,
     load_recipes,
     trained,
 )
@@ -76,42 +75,6 @@ def test_what_changes_nothing_is_hidden():
 
 
 # ---- *Blocks*
-ELEMENTS = {
-    "MXFP8": (ml_dtypes.float8_e4m3fn, 448.0, 8, 3), "MXFP4": (ml_dtypes.float4_e2m1fn, 6.0, 2, 1),
-    "NVFP4": (ml_dtypes.float4_e2m1fn, 6.0, 2, 1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fmt", ELEMENTS)
-@pytest.mark.parametrize(("size", "outlier"), [(16, 0), (32, 6), (128, 10)])
-@pytest.mark.parametrize("rule", ["floor", "even", "rceil", "ceil"])
-def test_blocks_are_scaled_and_rounded_as_the_lesson_says(fmt, size, outlier, rule):
-    kind, largest, lead, bits = ELEMENTS[fmt]
-    x = gaussian(257).numpy().astype(np.float64)
-    if outlier:
-        x[:, 40] = np.sign(x[:, 40]) * 2.0**outlier * 1.9
-    rows = x.reshape(257, -1, size)
-    tops = np.abs(rows).max(-1, keepdims=True)
-    if fmt == "NVFP4":
-        whole = tops.max() / 6 / 448  # one more scale, for the tensor
-        scale = (tops / 6 / whole).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * whole
-    elif rule in ("floor", "even"):
-        ulp = 2.0 ** (np.floor(np.log2(tops)) - bits)
-        scale = 2.0 ** (np.floor(np.log2(np.floor(tops / ulp + 0.5) * ulp if rule == "even" else tops)) - lead)
-    else:
-        scale = 2.0 ** (np.ceil(np.log2(tops / largest)) if rule == "rceil" else np.ceil(np.log2(tops)) - lead)
-    held = np.clip(rows / scale, -largest, largest).astype(np.float32).astype(kind)
-    y = (held.astype(np.float64) * scale).reshape(x.shape)
-    plain = np.arange(128) != 40
-    seen = blocks(fmt=fmt, size=size, rule=rule, outlier=outlier).numbers
-    np.testing.assert_allclose(seen["decoded"], y[0], rtol=1e-6)
-    np.testing.assert_allclose(seen["scales"], scale[0, :, 0], rtol=1e-6)
-    snr = 10 * math.log10((x[:, plain] ** 2).sum() / ((y - x)[:, plain] ** 2).sum())
-    assert seen["snr"] == pytest.approx(snr, abs=0.01)
-    assert seen["clipped"] == pytest.approx((tops > largest * scale * (1 + 2.0**-22)).mean(), abs=1e-9)
-    assert seen["flushed"] == pytest.approx((y == 0).mean(), abs=1e-9)
-
-
 def test_shares_of_clipped_blocks_are_those_of_gaussian_data():
     """Blocks clipped and dB, measured by others: MXFP8 16.8 % 30.6, MXFP4 29.5 % 18.8, NVFP4 20.4."""
     for fmt, rule, clipped, snr in (
@@ -139,20 +102,8 @@ def test_what_the_lesson_on_blocks_says():
     assert (MXFP4.bits_per_element, NVFP4.bits_per_element) == (4.25, 4.5)
 
 
-@pytest.mark.parametrize(("fmt", "size", "share", "most"), [("NVFP4", 16, 0.49, 1 / 17), ("MXFP4", 32, 0.30, 0.25)])
-def test_what_the_largest_value_of_a_clipped_block_loses(fmt, size, share, most):
-    """E4M3 has three fraction bits: rounded to nearest, a scale is at most 1 / 17 too small. Floor leaves 6 of 8."""
-    rows = gaussian(257).view(-1, size)
-    stored = quantize_blocks(rows, block_format(fmt, size, "floor"))
-    tops, limit = rows.abs().amax(1), stored.largest().reshape(len(rows), -1)[:, 0]
-    clipped = tops > limit * (1 + 2.0**-22)
-    assert abs(clipped.double().mean() - share) < 0.01
-    lost = 1 - stored.dequantize().abs().amax(1)[clipped] / tops[clipped]
-    assert 0.9 * most < lost.max() <= most
-
-
 def test_only_a_zero_lies_at_the_bottom_of_the_picture():
-    for fmt in ELEMENTS:
+    for fmt in ("MXFP8", "MXFP4", "NVFP4"):
         for outlier, size in ((0, 16), (6, 128), (10, 128)):
             seen = blocks(fmt=fmt, outlier=outlier, size=size, rule="ceil").numbers
             kept = np.abs(np.concatenate([seen["x"], seen["decoded"][seen["decoded"] != 0]]))
