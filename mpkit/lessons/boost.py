@@ -191,10 +191,8 @@ def _field(see: Sheet, this: Effect, compare: str) -> None:
     y = linear("accuracy on the digits, %", low, high, 6)
     panel = see.panel(title="dots: seeds; lines: ± one standard deviation", x=x, y=y)
     for name, promise in PROMISED.items():
-        side = -9 if own and 0 < own - promise < 0.03 else 9  # away from the line of this configuration
         panel.rule("x", promise, "muted", dash="--")
-        text = f"{name} promised {promise:.2f}"
-        panel.text(text, promise, low, color="muted", rotate=90, dx=side, dy=-64, halo=True)
+        panel.text(f"{name} promised {promise:.2f}", promise, low, color="muted", rotate=90, dx=9, dy=-64, halo=True)
     for k, (name, (speed, mean)) in enumerate(at.items()):
         color, spread = "zero" if name == compare else "reference", float(np.std(runs[name], ddof=1))
         panel.points(runs[name], [speed] * len(runs[name]), "muted", size=2.5, label="one seed", quiet=True)

@@ -133,10 +133,6 @@ def bits(see: Sheet, fmt="fp16", number="0.1", pinned="bf16") -> None:
     near, pattern = read(number, form)
     value, fields = value_of(pattern, form), form.fields(pattern)
     sides = {"below": neighbour(pattern, form, False), "above": neighbour(pattern, form, True)}
-    for label, beside in (("Next value up", sides["above"]), ("Next value down", sides["below"])):
-        if beside is not None:
-            see.buttons[label] = {"number": written(beside, form)}
-    see.buttons["Change sign"] = {"number": written(pattern ^ 1 << form.bits - 1, form)}
     wide = max(18, form.bits + 2)
     see.grid(490, rows=(1.1, 1.1, 1.5), least=28 * wide + 20)  # a finger hits boxes of 24 pixels
     see.rows = everywhere(near)

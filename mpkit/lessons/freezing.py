@@ -190,7 +190,6 @@ def centralize(see: Sheet, layer="conv1.weight", output=0) -> None:
     entries.rule("y", 0, "muted", width=0.8)
     entries.points(grad[output].numpy(), color="reference", size=1.8, width=1, label="before")
     entries.points(used[output].numpy(), color="own", size=2.6, width=1.2, fill="none", label="used")
-    entries.line([float(used[output].mean())] * 2, [-1, count], "overflow", dash="--", label="mean of what is used")
     before, after = grad.mean(1).numpy(), used.mean(1).numpy()
     top = 1.2 * max(float(np.abs(before).max()), 1e-12)
     x, y = linear("output", -1, outputs, 4), linear("mean of its gradient", -top, top, 4)

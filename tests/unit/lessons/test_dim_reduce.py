@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 from mpkit.boost.dim_reduce import pca_matrix
 from mpkit.data import digits
@@ -83,16 +82,6 @@ def test_what_the_lesson_says_of_stuck_and_freed_runs():
     assert share[2] > 0.99
     assert share[1] == pytest.approx(0.998, abs=5e-4)
     assert WORDS["predict"]["directions"]["right"] == "a"
-
-
-def test_a_tuned_momentum_wins_with_less_work():
-    net = start()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        net().backward()
-        optimizer.step()
-    assert net().item() < reduced_path(8).losses[-1]
 
 
 @pytest.mark.parametrize("k", [2, 5, 14])

@@ -1,6 +1,5 @@
 """Lesson 08, *What if*: the four trainings, what replays of recorded runs say, answers a second way."""
 
-
 import numpy as np
 import pytest
 import torch.nn.functional as F

@@ -45,16 +45,6 @@ def test_every_bit_that_is_pressed_is_flipped():
         assert view.numbers["pattern"] == before ^ 1 << 15 - place
 
 
-def test_buttons_walk_to_neighbours_and_stop_at_the_end():
-    view = bits(number="65504")
-    view.press("Next value up")
-    assert view.numbers["value"] == math.inf
-    assert "Next value up" not in view.sheet.buttons
-    view.set(number="0")
-    view.press("Next value down")
-    assert view.numbers["value"] == -(2.0**-24)
-
-
 def test_what_is_too_large_keeps_its_picture():
     view = bits(number="70000")
     assert view.numbers["value"] == math.inf
