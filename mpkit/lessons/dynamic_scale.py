@@ -18,7 +18,7 @@ from mpkit.replay import ceilings, flushed, simulate
 from mpkit.replay import sweep as every_pair
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
-from mpkit.view.parts import framed, gradients, heat_map, prediction, tenths
+from mpkit.view.parts import framed, gradients, heat_map, last_row, prediction, tenths
 from mpkit.view.sheet import Panel, exponents, linear, log2, power_of_two
 from mpkit.view.words import capital
 
@@ -78,11 +78,6 @@ def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
     lost = flushed(trace, scales[trace.rows, None], "fp16")[:, 0] * part.total().sum(axis=1)
     share = (part.zeros.sum(axis=1) + lost) / part.size.sum()
     return np.where(np.isfinite(trace.loss), share[last_row(trace)], math.nan)
-
-
-def last_row(trace: Trace) -> np.ndarray:
-    """(N,) the number of the last histogram that was recorded up to each step."""
-    return np.clip(np.searchsorted(trace.rows, np.arange(len(trace)), side="right") - 1, 0, None)
 
 
 def stepped(

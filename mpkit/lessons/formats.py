@@ -223,12 +223,9 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, asked: Any, gap: flo
     field = form.fields(store(value, form)).exponent
     half = 20 * gap / (2 if field > 1 and field % 2 else 1)
     low, high, digits = value - half, value + half, 9 if form.fraction_bits > 20 else 7
-    axis: dict[str, Any] = {
-        "label": "value; drag the ring: what is stored jumps from tick to tick",
-        "lo": low,
-        "hi": high,
-    }
-    axis["ticks"] = [[v, f"{v:.{digits}g}"] for v in (value + k * half / 2.5 for k in (-2, -1, 0, 1, 2))]
+    label = "value; drag the ring: what is stored jumps from tick to tick"
+    ticks = [[v, f"{v:.{digits}g}"] for v in (value + k * half / 2.5 for k in (-2, -1, 0, 1, 2))]
+    axis = {"label": label, "lo": low, "hi": high, "ticks": ticks}
     beside = {"ticks": [[0.42, form.name], [0.1, pinned if pinned != "none" else ""]], "bare": True}
     title = f"its neighbours; the gap, one ulp, is {gap:.4g}"
     line = see.panel(2, title=title, x=axis, y={"lo": 0, "hi": 1.4, **beside}, pad=[28, 14, 46, 84])

@@ -193,8 +193,7 @@ def trained(see: Sheet, recipe="mxfp4", step=50) -> None:
     panel.handle("x", "step", there, 10, 150, "step", step=10)
     lost = [100 * flushed for _, flushed in shares.values()]
     x = linear("share of the values, %", 0, max(20, *lost), 4)
-    side = see.panel(0, 1, title="flushed to zero", x=x, y=names(list(shares), down=True))
-    side.given["bare"] = False
+    side = see.panel(0, 1, title="flushed to zero", x=x, y=names(list(shares), down=True, bare=False))
     side.bars(lost, axis="y", fill="zero", label="flushed to zero, %", quiet=True)
 
     see.say(

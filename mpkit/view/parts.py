@@ -38,11 +38,15 @@ def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float
         panel.span(axis, low, high, f"{role}/0.14", said.get(role, role), **look)
 
 
+def last_row(trace: Trace) -> np.ndarray:
+    """(steps,) the number of the last histogram that was recorded up to each step; the first one before that."""
+    return np.clip(np.searchsorted(trace.rows, np.arange(len(trace)), "right") - 1, 0, None)
+
+
 def gradients(see: Sheet, where: tuple[int, int], trace: Trace, scale: np.ndarray) -> None:
     """Each step's recorded gradients times its scale (steps,), over the regions of float16."""
-    part, low, steps = trace.gradients, -32.0, np.arange(len(scale))
+    part, low, rows = trace.gradients, -32.0, last_row(trace)
     share = 100 * part.total() / max(1, part.size.sum())
-    rows = np.clip(np.searchsorted(trace.rows, steps, "right") - 1, 0, None)
     ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
     shift = exponents(scale, -200, 200)
     top = min(40, max(20, math.ceil((ends[rows] + shift).max())))
