@@ -58,11 +58,6 @@ def test_what_the_lesson_says_of_two():
     assert seen[-1] == pytest.approx(math.sqrt(8))
 
 
-def test_the_tip_of_b_sets_its_length_and_its_angle():
-    (tip,) = [m for m in pair().sheet.panels[0].marks if m["type"] == "handle" and m["axis"] == "xy"]
-    assert (tip["name"], tip["turns"]) == ("b", "angle")
-
-
 @pytest.mark.parametrize(("agreement", "dimension", "seed"), [(0.3, 64, 0), (0.0, 2, 18), (1.0, 256, 99), (0.0, 26, 9)])
 def test_many_workers_are_pairs_of_pairs(agreement, dimension, seed):
     view = workers(agreement=agreement, dimension=dimension, seed=seed)

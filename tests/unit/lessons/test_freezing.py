@@ -37,15 +37,6 @@ def test_what_is_saved_follows_the_strategy(groups, kind, full):
     assert abs(seen["mean"] - seen["formula"]) < 0.05
 
 
-def test_the_sentence_walks_and_says_what_is_saved():
-    view = timeline(kind=0, full=0.5)
-    view.set(step=view.numbers["index"].tolist().index(9))
-    assert "the first 18 of the 21" in view.sentence
-    assert view.drawings == 1
-    assert "saves 0 % of its backward work" in timeline(full=1.0).sentence
-    assert timeline(kind=0).sheet.idle == {"seed"}
-
-
 def test_what_the_lesson_says_of_freezing():
     every = GradientFreeze(10, 1, 0.7, 1000).generate_freeze_index_sequence(10, 1, 0.7, 1000)
     assert every.count(0) == 700

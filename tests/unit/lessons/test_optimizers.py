@@ -14,7 +14,7 @@ from mpkit.lessons.optimizers import (
     train_scaled,
     train_with_state,
 )
-from mpkit.optimizers import SGD, Adam
+from mpkit.optimizers import Adam
 from mpkit.view.words import words
 
 WORDS = words("optimizers")
@@ -54,30 +54,6 @@ def test_training_with_a_float16_state_is_lost_at_once_and_saved_by_a_larger_eps
     assert np.isnan(ends.pop("float16"))
     assert max(ends.values()) < 1
     assert train_with_state(FP16, 1e-4, steps=40)["last loss"] < 1
-
-
-def test_a_master_copy_collects_what_its_weight_cannot_show():
-    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
-    optimizer = Adam([weight], 1e-4)
-    for _ in range(3):
-        weight.grad = torch.full_like(weight, 0.01)
-        optimizer.step()
-    master = optimizer.state[weight]["master"]
-    assert master[0].item() == pytest.approx(0.9997, abs=1e-6)
-    assert weight[0] == master[0].half()
-
-
-def test_decay_is_the_same_at_every_scale():
-    def updated(scale, decay):
-        weight = torch.nn.Parameter(torch.ones(1))
-        optimizer = SGD([weight], 0.5, weight_decay=decay, loss_scale=scale)
-        weight.grad = torch.tensor([0.25]) * 1024
-        optimizer.step()
-        return weight.item()
-
-    for scale in (1024.0, 512.0, 1.0):
-        true = 0.25 * 1024 / scale
-        assert (updated(scale, 0.0), updated(scale, 0.5)) == (1 - 0.5 * true, 1 - 0.5 * (true + 0.5))
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -102,14 +102,6 @@ def test_what_the_lesson_on_blocks_says():
     assert (MXFP4.bits_per_element, NVFP4.bits_per_element) == (4.25, 4.5)
 
 
-def test_only_a_zero_lies_at_the_bottom_of_the_picture():
-    for fmt in ("MXFP8", "MXFP4", "NVFP4"):
-        for outlier, size in ((0, 16), (6, 128), (10, 128)):
-            seen = blocks(fmt=fmt, outlier=outlier, size=size, rule="ceil").numbers
-            kept = np.abs(np.concatenate([seen["x"], seen["decoded"][seen["decoded"] != 0]]))
-            assert np.log2(kept.min()) > -8
-
-
 # ---- *Three products*
 def test_what_three_products_says_of_the_recorded_trainings():
     data = load_recipes()

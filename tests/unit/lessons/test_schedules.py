@@ -8,7 +8,7 @@ import torch
 
 from mpkit.lessons.schedules import NAMES, PLACES, decay, decay_curves, schedules
 from mpkit.optimizers import SGD
-from mpkit.schedules import PolynomialDecayLR, WarmUpLR, lambda_lr, piecewise_constant_lr
+from mpkit.schedules import piecewise_constant_lr
 from mpkit.view.words import words
 
 WORDS = words("schedules")
@@ -64,18 +64,6 @@ def test_what_the_lesson_says_of_three_kinds_of_decay():
     none = decay_curves(0.1, amount=0.0)
     assert none["Adam"][-1] == pytest.approx(1.02, abs=0.01)
     assert none["AdamWeightDecay"][-1] == pytest.approx(1.08, abs=0.01)
-
-
-def test_a_chain_drives_an_optimizer_of_torch():
-    chain = WarmUpLR(0.1, 4).then(PolynomialDecayLR(0.1, 0.0, 6, 1.0), at=4)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler, seen = lambda_lr(optimizer, chain), []
-    for _ in range(10):
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert seen == [chain(step) for step in range(10)]
-    assert max(seen) == seen[4]
 
 
 def test_answers_a_second_way():

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpkit.casting import auto_mixed_precision
 from mpkit.formats import FP16
-from mpkit.lessons.digits import Run, train_step, training
+from mpkit.lessons.digits import Run, training
 from mpkit.lessons.start import SteeredScaler, live, live_policy
-from mpkit.networks import Network
 from mpkit.scalers import DynamicLossScaler, StaticLossScaler, all_finite
 from mpkit.view.words import words
 
@@ -30,16 +28,6 @@ def test_the_same_seed_gives_the_same_run_and_a_static_scale_of_1_never_skips():
     assert first == second
     assert first.skipped == []
     assert set(first.scales) == {1.0}
-
-
-def test_bad_data_change_nothing_but_the_scale():
-    network = auto_mixed_precision(Network(), "O2", torch.float16)
-    scaler, weights = DynamicLossScaler(2**10, 2, 50), [p.detach().clone() for p in network.parameters()]
-    bad = torch.full((4, 1, 28, 28), torch.inf)
-    _, finite = train_step(network, torch.optim.SGD(network.parameters(), 0.1), scaler, bad, torch.zeros(4).long())
-    assert not finite
-    assert all(map(torch.equal, weights, network.parameters()))
-    assert scaler.scale_value == 512
 
 
 def test_the_first_lesson_has_no_hand_on_the_scale():
