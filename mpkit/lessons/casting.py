@@ -71,11 +71,6 @@ class Walk(NamedTuple):
         return self.errors[-1]
 
 
-def batch(count: int = 8) -> Tensor:
-    """The first real handwritten digits, (count, 1, 28, 28) float32 in [0, 1]."""
-    return digits("test")[0][:count]
-
-
 def layers_of(network: nn.Module) -> tuple[str, ...]:
     """Paths of the modules that hold parameters of their own."""
     return tuple(name for name, m in network.named_modules() if any(True for _ in m.parameters(recurse=False)))
@@ -84,7 +79,8 @@ def layers_of(network: nn.Module) -> tuple[str, ...]:
 def _built(kind: str, exponent: int) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     network = NETWORKS[kind]()
-    x = LOGITS if isinstance(network, LogSoftmax) else batch().squeeze(1) if "transformer" in kind else batch()
+    images = digits("test")[0][:8]
+    x = LOGITS if isinstance(network, LogSoftmax) else images.squeeze(1) if "transformer" in kind else images
     return network, x * 2.0**exponent
 
 
