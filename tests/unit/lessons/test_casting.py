@@ -23,8 +23,8 @@ def test_what_the_lesson_says_of_its_block():
     seen = {level: walk("residual block", level, "fp16") for level in LEVELS}
     assert {(s.compute, s.output) for s in seen["O3"].steps} == {("fp16", ("fp16",))}
     assert (seen["O2"].steps[1].compute, seen["O2"].steps[1].output) == ("float32", ("fp16",))
-    assert seen["O3"].kept_bytes < 0.6 * seen["O0"].kept_bytes < seen["O2"].kept_bytes
-    assert seen["O2"].kept_bytes < seen["O0"].kept_bytes < seen["auto"].kept_bytes
+    assert seen["O3"].kept_bytes == seen["O2"].kept_bytes < 0.6 * seen["O0"].kept_bytes
+    assert seen["O0"].kept_bytes < seen["auto"].kept_bytes
     assert all(1e-4 < seen[level].error < 1e-3 for level in LEVELS[1:])
 
 
