@@ -228,22 +228,14 @@ class Results:
         own = self._own(cell, metric)
         return own.low, own.mean, own.high
 
-    def plot(
-        self, metric: str = "accuracy", *, against: str = "seconds_per_step", kind: str = "cost", cells: Any = None
-    ) -> Any:
-        """A picture with its sentence.
+    def plot(self, metric: str = "accuracy", *, against: str = "seconds_per_step") -> Any:
+        """A picture with its sentence: `metric` of every cell with its 95 % interval, and over `against`.
 
-        Args:    kind: "cost" is `metric` of every cell with its 95 % interval, and over `against`; "curves" the series
-                 `metric`, all seeds; "scales" the loss scale. cells: up to five for the latter two; None: all.
-        Raises:  ValueError for another kind, too many cells, or a metric that is not there.
+        Raises:  ValueError for a metric that is not there.
         """
-        from mpkit.view import intervals as pictures  # upward: pictures need matplotlib, and only here
+        from mpkit.view.intervals import cost  # upward: pictures need matplotlib, and only here
 
-        if kind == "cost":
-            return pictures.cost(self, metric, against)
-        if kind not in ("curves", "scales"):
-            raise ValueError(f"kind is cost, curves or scales, got {kind!r}")
-        return pictures.curves(self, "scale" if kind == "scales" else metric, cells)
+        return cost(self, metric, against)
 
     def number(self, cell: int | str) -> int:
         """The number of a cell that is given by its label or number. Raises ValueError where there is none."""

@@ -1,4 +1,4 @@
-"""Pictures of an experiment: every cell with its interval, what it costs, and its series."""
+"""Pictures of an experiment: every cell with its interval, and what it costs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from mpkit.view.sheet import LINES, Panel, Sheet, exponents, fitted, linear, log2, names
+from mpkit.view.sheet import Panel, Sheet, linear, names
 from mpkit.view.still import Still, still
 
 UNITS = {
@@ -16,7 +14,6 @@ UNITS = {
     "seconds_per_step": "seconds a step",
     "peak_memory_mib": "peak memory, MiB",
     "final_loss": "loss of the last epoch",
-    "scale": "loss scale",
 }
 
 
@@ -85,41 +82,3 @@ def cost(results: Any, metric: str, against: str) -> Still:
 
 def _interval(low: float, mean: float, high: float) -> str:
     return f"{mean:.4g}" if math.isnan(low) else f"{mean:.4g} ({low:.4g} to {high:.4g})"
-
-
-def curves(results: Any, name: str, cells: Sequence[int | str] | None = None) -> Still:
-    """The series `name` of up to five cells: the mean of the seeds as a line, each seed faint behind it."""
-    labels = [results.labels[results.number(c)] for c in (range(len(results.labels)) if cells is None else cells)]
-    if len(labels) > len(LINES):
-        raise ValueError(f"five curves can be told apart, got {len(labels)} cells; name some by cells=[...]")
-    found = {label: runs for label in labels if (runs := _runs(results, label, name))}
-    if not found:
-        raise ValueError(f"no run returned a series {name!r}; a run returns one as a list of numbers")
-    every = np.concatenate([run for runs in found.values() for run in runs])
-    whole = name in ("scale", "last_scale")
-    low, high = fitted(every, room=1)
-    y = log2(named(name), low, high) if whole else axis(named(name.removesuffix("_curve")), every.tolist())
-    length = max(len(run) for runs in found.values() for run in runs)
-    x = linear("epoch" if name.endswith("_curve") else "step", 1, max(length, 2))
-    see = Sheet()
-    see.grid(380)
-    panel = see.panel(title=f"{named(name)}: mean of the seeds, every seed behind it", x=x, y=y)
-    ends = []
-    for (label, runs), look in zip(found.items(), LINES):
-        mean = np.mean([run[: min(map(len, runs))] for run in runs], axis=0)
-        faint = {"width": 0.7, "quiet": True, "color": f"{look['color']}/0.35"}
-        for line, own in (*((run, faint) for run in runs), (mean, {"width": 2, "label": label, "tag": True, **look})):
-            panel.line(exponents(line, low, high) if whole else line, np.arange(1, len(line) + 1), **own)
-        ends.append(f"{label} {mean[-1]:.4g}")
-    see.say("{told}", told=f"Mean of the last point of {name}: {'; '.join(ends)}.")
-    return still(see)
-
-
-def _runs(results: Any, label: str, name: str) -> list[np.ndarray]:
-    runs = []
-    for seed in results.seeds:
-        try:
-            runs.append(np.asarray(results.series(label, name, seed), dtype=float))
-        except ValueError:  # failed, not done, or a run without this series
-            continue
-    return [run for run in runs if run.size]

@@ -314,15 +314,9 @@ def test_experiment_trains_a_grid_and_draws_it():
     sentences = results.summary("final_loss")["sentence"]
     assert "the baseline" in sentences.iloc[0]
     assert results.values(3, "skipped") == {0: 3.0, 1: 3.0, 2: 3.0}
-    for picture, words in (
-        (results.plot(), "(accuracy, percent), and its mean cost (seconds a step)"),
-        (results.plot("loss", kind="curves"), "Mean of the last point of loss"),
-        (results.plot(kind="scales"), "scaler=1.09951e+12 1.1e+12"),
-    ):
-        assert words in repr(picture)
-        assert picture.png[1:4] == b"PNG"
-    with pytest.raises(ValueError, match="kind is cost, curves or scales"):
-        results.plot(kind="pie")
+    picture = results.plot()
+    assert "(accuracy, percent), and its mean cost (seconds a step)" in repr(picture)
+    assert picture.png[1:4] == b"PNG"
     with pytest.raises(ValueError, match="no run returned 'nothing'"):
         results.plot("nothing")
 
