@@ -198,11 +198,3 @@ def test_a_set_up_of_a_report(report: str, make: Callable[[], nn.Module], kind: 
     found = [f for f in preflight(network, kind(network.parameters(), lr=1e-5), "torch_autocast") if what in f.what]
     assert found, report
     assert way in found[0].way_out
-
-
-def test_an_average_in_16_bits() -> None:
-    """d8ahazard/sd_dreambooth_extension#1415, PaddlePaddle/PaddleMIX#515, NUS-HPC-AI-Lab/VideoSys#6."""
-    network = nn.Sequential(linear(8), last())
-    for dtype in (HALF, BF16):
-        (found,) = preflight(network, torch.optim.SGD(network.parameters(), 0.1), average=in_16_bits(dtype))
-        assert "does not move" in found.what
