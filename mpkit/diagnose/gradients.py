@@ -41,9 +41,9 @@ class Watched:
     def __init__(self, optimizer: Optimizer, name: str, scaler: GradScaler | None) -> None:
         self.optimizer, self.name, self.first_scaler = optimizer, name, scaler
         self.told: set[str] = set()  # its mistakes
-        self.steps = 0
         self.applied = False
-        self.life: list[str] = []  # "step", "skipped", "schedule" in order
+        self.waits_for: GradScaler | None = None  # the scaler that stepped it, until its update
+        self.life: list[set[str]] = []  # for each step, whether it was "skipped" and a "schedule" moved after it
         self.rates, self.device = rates(optimizer), self.params[0].device.type
         trained = [p for p in self.params if p.requires_grad] or self.params
         self.few = [trained[0], trained[-1]]  # looked at between the calls: what a loop does it does to all
@@ -56,6 +56,10 @@ class Watched:
         self.used = 0  # passes of them that a step has used
         self.unscaled = False
         self.norms: list[Tensor] = []  # of the gradients after the last pass, or after unscale_
+
+    @property
+    def steps(self) -> int:
+        return len(self.life)
 
     @property
     def in_autocast(self) -> bool:
@@ -104,21 +108,19 @@ class Watched:
     def see_rates(self, *, moved: bool = False) -> None:
         """A schedule is whatever changes the learning rate."""
         now = rates(self.optimizer)
-        if (moved or now != self.rates) and self.life and self.life[-1] != "schedule":
-            self.life.append("schedule")
+        if self.life and (moved or now != self.rates):
+            self.life[-1].add("schedule")
         self.rates = now
 
     def stepped(self) -> None:
-        self.steps += 1
         self.used = len(self.passes)
-        self.last = len(self.life)  # place of this step
-        self.life.append("step")
+        self.life.append(set())
         self.rates = rates(self.optimizer)
 
     def skipped(self) -> None:
         """The last step turns out to have been left out."""
-        if self.steps:
-            self.life[self.last] = "skipped"
+        if self.life:
+            self.life[-1].add("skipped")
 
     def divided_later(self) -> bool:
         """Whether the reader divided the sum of gradients by the number of micro-batches, clipping it perhaps after."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -72,7 +71,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self._stepping: Optimizer | None = None
         self._low = False  # autocast to float16 was on since the last step
         self._scales = self._penalty = False  # a loss was scaled; gradients of a scaled one were kept
-        self._done: dict[int, set[str]] = {}  # scaler -> what was done since its last update
+        self._done: set[str] = set()  # since the last update of a scaler
         self._known: dict[Optimizer, Watched | None] = {}  # any optimizer -> what is watched under it
         self._listening = Listening()
 
@@ -158,8 +157,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         again = watched.unscaled and watched.passes and not watched.used
         self._say(watched, inside_autocast=watched.in_autocast, unscale_per_micro_batch=again)
         watched.passes.append(this)
-        for done in self._done.values():
-            done.add("backward")
+        self._done.add("backward")
         watched.remember(norms=this.scaler is not None or undivided(watched.fresh))
 
     def _scaler_of(self, losses: list[Tensor]) -> Any:
@@ -196,7 +194,6 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         """Let `watching` see what the reader asks of a scaler that is enabled; what it asks of itself is its own."""
         if self._in_scaler or not getattr(scaler, "is_enabled", lambda: True)():
             return original(scaler, *args, **more)
-        self._done.setdefault(id(scaler), set())
         return watching(partial(self._inside, original, scaler), scaler, *args, **more)
 
     def _inside(self, original: Call, *args: object, **more: object) -> object:
@@ -216,10 +213,10 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         watched = self._of(optimizer)
         if watched is None:
             return original(optimizer)
-        self._say(watched, no_update=watched.name in self._done[id(scaler)], **watched.changes())
+        self._say(watched, no_update=watched.waits_for is scaler, **watched.changes())
         result = original(optimizer)
         watched.unscaled = True
-        self._done[id(scaler)].add("unscale")
+        self._done.add("unscale")
         if undivided(watched.fresh):
             watched.remember()
         return result
@@ -231,19 +228,20 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self._about_to_step(watched, scaler)
         watched.applied = False
         result = original(optimizer, *args, **more)
-        self._done[id(scaler)].add(watched.name)
+        watched.waits_for = scaler
         self._stepped(watched)
         return result
 
     def _update(self, original: Call, scaler: GradScaler, *args: object, **more: object) -> object:
-        too_early = self._done[id(scaler)] == {"backward"} and not args and not more
+        too_early, self._done = self._done == {"backward"} and not args and not more, set()
         for watched in self._watched if too_early else ():
             self._say(watched, update_per_micro_batch=watched.fresh)
         before = scale_of(scaler)
-        self._done[id(scaler)] = set()
         result = original(*args, **more)
-        for watched in self._watched if scale_of(scaler) < before else ():
-            if not watched.applied or getattr(watched.optimizer, "_step_supports_amp_scaling", False):
+        for watched in self._watched:
+            watched.waits_for = None if watched.waits_for is scaler else watched.waits_for
+            fused = getattr(watched.optimizer, "_step_supports_amp_scaling", False)
+            if scale_of(scaler) < before and (fused or not watched.applied):
                 watched.skipped()
         return result
 
@@ -279,7 +277,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         fresh, first = watched.fresh, watched.first_scaler
         watched.first_scaler = scaler if first is None else first
         new_scaler = scaler is not None and first not in (None, scaler)
-        no_update = scaler is not None and watched.name in self._done[id(scaler)]
+        no_update = scaler is not None and watched.waits_for is scaler
         self._say(watched, inside_autocast=watched.in_autocast, new_scaler=new_scaler, no_update=no_update)
         if fresh and look(watched.few) != watched.marks and watched.cleared():
             there = any(p.grad is not None for p in watched.few)
@@ -301,8 +299,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     def _stepped(self, watched: Watched) -> None:
         watched.stepped()
-        for done in self._done.values():
-            done.add("stepped")
+        self._done.add("stepped")
         self._low = False
         self.report.steps = max(w.steps for w in self._watched)
 
@@ -326,13 +323,12 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         busiest = max(watched.steps for watched in self._watched)
         for watched in self._watched:
             watched.see_rates()
-            after = Counter(zip(watched.life, watched.life[1:]))
-            every = watched.life.count("schedule") >= watched.steps - 1
+            every = sum("schedule" in step for step in watched.life) >= watched.steps - 1
             self._say(
                 watched,
-                no_update=any(watched.name in done for done in self._done.values()),
+                no_update=watched.waits_for is not None,
                 idle_optimizer=not watched.steps and watched.passes and busiest > 1,
-                schedule_counts_skips=after["skipped", "schedule"] and every,
+                schedule_counts_skips=every and {"skipped", "schedule"} in watched.life,
             )
 
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
 from mpkit.diagnose.copies import copied, copied_batch, tensors_of
 from mpkit.diagnose.cure import Cure
-from mpkit.diagnose.listening import in_autocast
+from mpkit.diagnose.listening import Listening, in_autocast
 from mpkit.diagnose.watch import Watch
 from mpkit.diagnose.words import said
 from mpkit.formats import BF16, FloatFormat
@@ -42,7 +41,7 @@ class Pass:
         self.watch = Watch(network, leaves)
         with ExitStack() as stack:
             if plain:
-                stack.enter_context(NoAutocast(device_of(network)))
+                stack.enter_context(without_autocast(device_of(network)))
             stack.enter_context(self.watch)
             stack.enter_context(self.watch.attached())  # in the backward pass too: re-entrant checkpoints run modules
             loss = loss_of(network, batch, loss_fn)
@@ -150,20 +149,16 @@ class Question:
             return None
 
 
-class NoAutocast(TorchFunctionMode):
-    """While entered, every function of torch runs without autocast, in a context that a network enters itself too.
+@contextmanager
+def without_autocast(kind: str) -> Iterator[None]:
+    """Autocast is off, also in a context that a network enters itself.
 
-    Args:  kind: type of the device, as in `torch.autocast`.
+    kind:    type of the device, as in `torch.autocast`.
     """
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        off = torch.autocast(self.kind, enabled=False) if torch.is_autocast_enabled(self.kind) else nullcontext()
-        with off:
-            return func(*args, **(kwargs or {}))
+    with torch.autocast(kind, enabled=False), Listening() as listening:
+        listening.swap(torch.autocast, "__enter__", lambda _, context: context)
+        listening.swap(torch.autocast, "__exit__", lambda *_: None)
+        yield
 
 
 def device_of(network: nn.Module) -> str:

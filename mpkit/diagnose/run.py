@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ def diagnose(
     loss_fn: LossFn | None,
     *,
     level: str | None = "O2",
-    scale: float = 2.0**16,
+    scale: Annotated[float, partial(check_number, high=2.0**128)] = 2.0**16,  # times the loss it is one of float32
     dtype: torch.dtype | FloatFormat = torch.float16,
 ) -> Report:
     """Re-run one batch and say whether scale, format, model, data or weights make it non-finite, and where first.
@@ -57,7 +58,7 @@ def diagnose(
     Edges:   infinities that an attention mask puts in on purpose are no fault as long as a softmax removes them. The
              search assumes that where a scale works, every smaller scale works too.
     """
-    _check(network, loss_fn, level, scale)
+    _check(network, loss_fn, level)
     kept = [name for name, p in network.named_parameters() if p.is_leaf and p.grad is not None and not _finite(p.grad)]
     asked, scale = scale, scale or 1.0
     dtype = dtype_of(network, dtype) if level is None else dtype
@@ -180,7 +181,7 @@ def _finite(t: Tensor) -> bool:
     return bool((t.to_dense() if t.layout != torch.strided else t).isfinite().all())
 
 
-def _check(network: nn.Module, loss_fn: object, level: str | None, scale: float) -> None:
+def _check(network: nn.Module, loss_fn: object, level: str | None) -> None:
     check_function("loss_fn", loss_fn, "a function (output, target) -> loss", optional=True)
     if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
         raise TypeError(
@@ -188,4 +189,3 @@ def _check(network: nn.Module, loss_fn: object, level: str | None, scale: float)
         )
     if level is not None:
         check_choice("level", level, LEVELS)
-    check_number("scale", scale, high=2.0**128)  # the scaled loss is one of float32

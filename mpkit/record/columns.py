@@ -59,14 +59,10 @@ def kept(value: Any) -> float | Tensor:
 
 
 def _host(values: list[Any]) -> np.ndarray:
-    """(N, *) on the host, of values (*), with one transfer for each kind of tensor."""
+    """(N, *) on the host, of values (*): tensors with one transfer."""
     values = [value() if callable(value) else value for value in values]
-    kinds: dict[Any, list[int]] = {}
-    for i, value in enumerate(values):
-        if isinstance(value, Tensor):
-            kinds.setdefault((value.dtype, value.device), []).append(i)
-    for (dtype, _), places in kinds.items():
-        stacked = torch.stack([values[i] for i in places])
-        for i, value in zip(places, (stacked.double() if dtype.is_floating_point else stacked).numpy(force=True)):
-            values[i] = value
-    return np.array(values)
+    if not all(isinstance(value, Tensor) for value in values):  # numbers, and a few tensors among them
+        return np.array([value.item() if isinstance(value, Tensor) else value for value in values])
+    whole = torch.stack([value.double() if value.is_floating_point() else value for value in values])
+    array: np.ndarray = whole.numpy(force=True)
+    return array
