@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import pkgutil
 import re
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,11 @@ def resolved(value: Any) -> Any:
 def found(name: str) -> Any:
     """What "package.module:name" names. Raises ValueError when it names nothing, or when its module fails."""
     try:
-        if ":" in name:
-            return pkgutil.resolve_name(name)
-        error: BaseException = ValueError("write it like my_runs:train, for the function train of my_runs.py")
-    except (Exception, SystemExit) as raised:
-        error = raised
-    raise ValueError(f"{name!r} cannot be imported: {type(error).__name__}: {short(error)}") from error
+        module, _, attribute = name.partition(":")
+        return getattr(import_module(module), attribute)
+    except (Exception, SystemExit) as error:
+        told = f"{name!r} cannot be imported as package.module:name: {type(error).__name__}: {short(error)}"
+        raise ValueError(told) from error
 
 
 def read(path: Path) -> dict[str, Any]:

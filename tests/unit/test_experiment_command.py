@@ -77,7 +77,7 @@ def test_a_fault_in_the_readers_own_module_is_told(text, said, tmp_path, monkeyp
     name = f"own_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=f"'{name}:f' cannot be imported: {said}"):
+    with pytest.raises(ValueError, match=f"'{name}:f' cannot be imported as package.module:name: {said}"):
         found(f"{name}:f")
 
 
