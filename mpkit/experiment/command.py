@@ -76,8 +76,8 @@ def found(name: str) -> Any:
         module, _, attribute = name.partition(":")
         return getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:
-        told = f"{name!r} cannot be imported as package.module:name: {type(error).__name__}: {short(error)}"
-        raise ValueError(told) from error
+        need = f"{name!r} cannot be imported as package.module:name: {type(error).__name__}: {short(error)}"
+        raise ValueError(need) from error
 
 
 def read(path: Path) -> dict[str, Any]:
