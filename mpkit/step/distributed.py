@@ -69,8 +69,8 @@ def average_(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = Non
             mean_([own], group=group)
             p.grad = own.coalesce()
         elif kind == DENSE:
-            if p.grad is None or p.grad.is_sparse:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
             grads.setdefault(p.grad.dtype, []).append(p.grad)
     for alike in grads.values():
         flat = torch.cat([g.reshape(-1) for g in alike])

@@ -102,6 +102,7 @@ def test_what_has_no_effect_is_listed_with_the_reason() -> None:
     assert reasons(quiet)["boost.less_bn"] == "mode 'auto' does not read flags; use 'manual'"
     assert reasons(quiet)["section grad_freeze"] == "grad_freeze is off at level O0 in mode 'auto'"
     assert reasons(AutoBoost("O1")) == {}
+    assert "takes the freeze path first" in reasons(AutoBoost("O2", faithful=True))["adasum"]
 
 
 def test_tuned_is_a_mode_of_its_own() -> None:

@@ -105,37 +105,6 @@ def test_the_flag_needs_a_manager_and_every_parameter_a_group() -> None:
         BoostTrainOneStepWithLossScaleCell(net, momentum(net), manager, boost=boost)
 
 
-# adasum
-
-
-ADASUM = {"boost": {**MANUAL_OFF, "adasum": True}, "common": {"device_number": 1}}
-FREEZING = {**ADASUM, "boost": {**MANUAL_OFF, "adasum": True, "grad_freeze": True}, "grad_freeze": {"param_groups": 2}}
-
-
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize(
-    ("config", "faithful", "runs"),
-    [
-        (ADASUM, False, True),
-        (ADASUM, True, True),
-        (FREEZING, False, True),
-        (FREEZING, True, False),
-        (None, False, False),
-    ],
-)
-def test_adasum_runs_where_the_autoboost_says_that_it_is_active(
-    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any] | None, faithful: bool, runs: bool, copied: bool
-) -> None:
-    """Whatever became of the optimizer on its way: torch copies and pickles one without attributes of others."""
-    boost = AutoBoost("O0", config, faithful=faithful)
-    bare = mlp()
-    net, optimizer = boost.network_auto_process_train(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
-    cell = BoostTrainOneStepCell(loss_net(net), copy.deepcopy(optimizer) if copied else optimizer, boost=boost)
-    for module in ("mpkit.boost.auto", "mpkit.step.distributed"):
-        monkeypatch.setattr(f"{module}.rank_and_size", lambda: (0, 4))
-    assert cell.check_adasum_enable() == ("adasum" in boost.active) == runs
-
-
 # dim_reduce
 
 

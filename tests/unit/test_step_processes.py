@@ -97,14 +97,6 @@ def sparse(rank, optimizer="lazy", steps=((([0, 1]), ([1, 3])), ((None), ([4])))
     return [net.table.weight.detach(), net.shift.detach(), net.table.weight.grad.to_dense(), *layouts]
 
 
-def mixed(rank):
-    """A gradient that is dense in one process and sparse in the other is dense in both."""
-    p = nn.Parameter(torch.zeros(3))
-    p.grad = torch.ones(3) if rank == 0 else torch.sparse_coo_tensor([[1]], [3.0], (3,))
-    average_([p])
-    return [p.grad]
-
-
 def joined(rank):
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Linear(2, 1))
@@ -147,7 +139,7 @@ def merged(rank):
 
 
 WAYS = {f.__name__: f for f in (accumulated, unscaled)}
-OTHERS = {f.__name__: f for f in (large, sparse, mixed, joined, merged, sixteen_bits)}
+OTHERS = {f.__name__: f for f in (large, sparse, joined, merged, sixteen_bits)}
 
 
 def worker(rank, folder):
@@ -217,10 +209,6 @@ def test_sparse_gradients_are_averaged_and_stay_sparse(results):
     torch.testing.assert_close(weight, table.detach())
     torch.testing.assert_close(shift, dense.detach())
     assert weight[2].tolist() == [0.0, 0.0]
-
-
-def test_a_gradient_of_two_layouts_becomes_dense(results):
-    assert results[0]["mixed"][0].tolist() == [0.5, 2.0, 0.5]
 
 
 def test_uneven_inputs_inside_join_come_to_an_end(results):
