@@ -218,6 +218,7 @@ def test_a_hook_sees_every_phase_in_order():
 # --- processes that disagree
 
 RANKS, STEPS = 2, 8
+WAYS = ("own", "hand", "halves", "ddp", "ddp halves")
 SCALES = [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 1024.0, 2048.0, 2048.0]
 
 
@@ -296,6 +297,7 @@ def worker(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
     ways = {"own": in_cell, "hand": by_hand, "halves": lambda net, rank: in_cell(net, rank, 2)}
     ways["ddp"] = lambda net, rank: in_cell(DistributedDataParallel(net), rank)
+    ways["ddp halves"] = lambda net, rank: in_cell(DistributedDataParallel(net), rank, 2)
     results = {}
     for name, way in ways.items():
         net = network()
@@ -317,7 +319,7 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("way", ["own", "hand", "halves", "ddp"])
+@pytest.mark.parametrize("way", WAYS)
 def test_an_overflow_on_one_process_skips_the_step_on_all(ranks, way):
     for rank in ranks:
         assert rank[way][0] == list(zip([step == 3 for step in range(STEPS)], SCALES))
@@ -325,7 +327,7 @@ def test_an_overflow_on_one_process_skips_the_step_on_all(ranks, way):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("way", ["own", "hand", "halves", "ddp"])
+@pytest.mark.parametrize("way", WAYS)
 def test_two_processes_train_like_one_with_both_batches(ranks, way):
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
