@@ -215,29 +215,6 @@ def test_o1_on_a_gpu_trains_as_on_the_cpu(scaled: bool) -> None:
     assert_same(results[0][1], results[1][1], rtol=1e-2, atol=1e-3)
 
 
-class Grouped(nn.Module):
-    """Two layers with a loss scale each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 3), nn.Linear(3, 2)
-        self.manager = GroupLossScaleManager(2.0**10, [list(self.a.parameters()), list(self.b.parameters())])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.manager(self.b(self.manager(self.a(self.manager(x, 0, 1)), 1, 2)), 2, 3)
-
-
-def test_a_model_takes_a_group_loss_scale_manager_at_any_level() -> None:
-    net, plain = Grouped(), Grouped()
-    plain.load_state_dict(net.state_dict())
-    model = Model(net, nn.MSELoss(), momentum(net), loss_scale_manager=net.manager)
-    model.train(1, [batch(0), batch(1)])
-    assert net.manager.scales.tolist() == pytest.approx([2.0**10 * 2 ** (2 / 1000)] * 2)
-    plain.manager.set_loss_scale_status(2, 1.0)
-    Model(plain, nn.MSELoss(), momentum(plain)).train(1, [batch(0), batch(1)])
-    assert_same(weights(net), weights(plain), rtol=1e-5, atol=1e-6)
-
-
 def test_what_data_parallel_would_wait_for_is_refused(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:

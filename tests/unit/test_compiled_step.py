@@ -63,31 +63,6 @@ def test_a_compiled_freezeopt_makes_graphs_for_its_groups_and_not_for_its_steps(
     torch.compiler.reset()
 
 
-@writes_optimizers
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_cell_follows_the_schedule_and_skips():
-    torch.compiler.reset()
-
-    def made():
-        net = nn.Linear(2, 1)
-        nn.init.ones_(net.weight)
-        nn.init.zeros_(net.bias)
-        optimizer = opt.SGD(net.parameters(), [0.1, 0.01, 0.001, 0.0001])
-        network = WithLossCell(net, nn.MSELoss())
-        return net, TrainOneStepWithLossScaleCell(network, optimizer, DynamicLossScaleUpdateCell(1024.0, 2, 2))
-
-    (a, compiled), (b, eager) = made(), made()
-    run = torch.compile(compiled, backend="eager")
-    for step in range(4):
-        x = torch.full((2, 2), math.inf if step == 2 else 1.0)
-        for cell in (run, eager):
-            cell(x, torch.zeros(2, 1))
-    assert compiled.optimizer.global_step == eager.optimizer.global_step == 3
-    assert compiled.scale_sense == eager.scale_sense
-    torch.testing.assert_close(a.weight, b.weight)
-    torch.compiler.reset()
-
-
 def accumulating() -> AutoBoost:
     flags = {"mode": "manual", "less_bn": False, "grad_freeze": False, "grad_accumulation": True}
     return AutoBoost("O1", {"boost": flags, "grad_accumulation": {"grad_accumulation_step": 2}})
@@ -95,7 +70,9 @@ def accumulating() -> AutoBoost:
 
 @writes_optimizers
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("optimizer", [lambda p: opt.Momentum(p, 0.1, 0.9), lambda p: torch.optim.AdamW(p, 0.01)])
+@pytest.mark.parametrize(
+    "optimizer", [lambda p: opt.SGD(p, [0.1, 0.05] * 8, 0.9), lambda p: torch.optim.AdamW(p, 0.01)]
+)
 @pytest.mark.parametrize(
     "cell",
     [
@@ -132,5 +109,6 @@ def test_a_compiled_cell_makes_no_graph_for_its_later_steps(cell, optimizer):
     assert counts[0] > 0
     assert counts[3] == counts[-1]  # all kinds of call have been made once: with an update and without
     assert compiled.index == eager.index == 16
+    assert compiled.step.scaling.seed == eager.step.scaling.seed
     torch.testing.assert_close(list(compiled.network.parameters()), list(eager.network.parameters()))
     torch.compiler.reset()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import signal
-import threading
 import warnings
 
 import numpy as np
@@ -96,17 +95,6 @@ class StopsAfter(Callback):
             run.request_stop()
 
 
-class At(Callback):
-    """Does something at one step."""
-
-    def __init__(self, step, act):
-        self.step, self.act = step, act
-
-    def on_train_step_end(self, run):
-        if run.cur_step_num == self.step:
-            self.act(run)
-
-
 def test_callbacks_are_told_in_order_with_counters_from_1():
     log = Log()
     model().fit(2, loader(2), loader(1), callbacks=log)
@@ -185,14 +173,6 @@ def test_an_evaluation_network_of_ones_own():
     assert Model(net, **settings).eval(loader()) == other.eval(loader())
 
 
-def test_the_users_manager_hears_of_every_overflow():
-    manager = DynamicLossScaleManager(2**20, 2, 4)
-    ours = model(manager=None, loss_scale_manager=manager)
-    ours.train(2, loader(6, bad=(1, 4)))
-    assert manager.get_loss_scale() == ours.train_network.scale_sense.item() == 2.0**16
-    assert manager.cur_iter == 13
-
-
 def test_endless_overflow_ends_with_the_managers_error():
     manager = DynamicLossScaleManager(2**10, 2, 4)
     net = nn.Linear(1, 1)
@@ -214,21 +194,6 @@ def test_a_policy_that_stops_is_heard():
 
 
 # --- stopping
-
-
-def test_a_callback_or_another_thread_can_stop_the_run():
-    ours, log = model(), Log()
-    ours.train(5, loader(), callbacks=[StopsAfter(8), log])
-    assert log.lines[-1] == ("train_end", 2, 2, 8)
-    ours, log = model(), Log()
-
-    def from_elsewhere(run):
-        thread = threading.Thread(target=ours.request_stop)
-        thread.start()
-        thread.join()
-
-    ours.train(5, loader(), callbacks=[At(3, from_elsewhere), log])
-    assert log.lines[-1] == ("train_end", 1, 3, 3)
 
 
 class Interrupting(Hook):
@@ -567,7 +532,6 @@ def points():
 LOADERS = {
     "a list": lambda: [tuple(batch) for batch in DataLoader(points(), batch_size=4)],
     "shuffled": lambda: DataLoader(points(), batch_size=4, shuffle=True),
-    "own generator": lambda: DataLoader(points(), batch_size=4, shuffle=True, generator=seeded()),
     "batch sampler": lambda: DataLoader(
         points(), batch_sampler=BatchSampler(RandomSampler(points(), generator=seeded()), 4, False)
     ),
