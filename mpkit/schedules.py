@@ -92,17 +92,12 @@ class LearningRateSchedule:
         return Chained(self, after, at)
 
 
-def _link(name: str, value: LearningRateSchedule) -> LearningRateSchedule:
-    check_kind(name, value, LearningRateSchedule, "a schedule; wrap a list in ListedLR(values)")
-    return value
-
-
 @dataclass(frozen=True)
 class Chained(Checked, LearningRateSchedule):
     """`before` for the steps below `at`, then `after`, counted from 0 there; made by `schedule.then(after, at)`."""
 
-    before: Annotated[LearningRateSchedule, _link]
-    after: Annotated[LearningRateSchedule, _link]
+    before: LearningRateSchedule
+    after: LearningRateSchedule
     at: Count
 
     def rate(self, at: Tensor) -> Tensor:
@@ -405,10 +400,9 @@ def lambda_lr(
     schedules = list(schedule) if isinstance(schedule, Sequence) else [schedule] * len(groups)
     for each in schedules:
         check_kind("schedule", each, LearningRateSchedule, "a LearningRateSchedule; wrap a list in ListedLR(values)")
+        each(0)  # one that cannot answer raises before a rate is written
     if len(schedules) != len(groups):
         raise ValueError(f"need one schedule per group, got {len(schedules)} for {len(groups)} groups")
-    for each in schedules:
-        each(0)  # one that cannot answer raises before a rate is written
     for group in groups:
         rate = group["lr"]
         group["lr"] = torch.ones_like(rate) if isinstance(rate, Tensor) else 1.0

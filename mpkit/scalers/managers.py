@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_alike, check_count, check_flags, check_number
+from mpkit.arguments import Count, check_alike, check_count, check_number, checked
 from mpkit.policies import ScalePolicy, preset
 
 from .scale import Face, Scale
-from .scaler import checked_scale, need_flag
+from .scaler import AtLeast1, need_flag
 
 _ONE = torch.tensor(1)  # a 0-d CPU tensor is cheaper than a Python number, which torch wraps each time
 
@@ -66,9 +66,9 @@ class FixedLossScaleManager(LossScaleManager):
     Source:  MindSpore amp.FixedLossScaleManager.
     """
 
-    def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
-        check_flags(drop_overflow_update=drop_overflow_update)
-        self._loss_scale, self._drop = checked_scale("loss_scale", loss_scale), drop_overflow_update
+    @checked
+    def __init__(self, loss_scale: AtLeast1 = 128.0, drop_overflow_update: bool = True) -> None:
+        self._loss_scale, self._drop = loss_scale, drop_overflow_update
 
     @property
     def policy(self) -> ScalePolicy:
@@ -102,11 +102,10 @@ class DynamicLossScaleManager(Face, LossScaleManager):
     Source:  MindSpore amp.DynamicLossScaleManager.
     """
 
-    def __init__(self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000) -> None:
-        start = checked_scale("init_loss_scale", init_loss_scale)
-        check_count("scale_window", scale_window)
-        rule = preset("mindspore_manager", init_loss_scale=start, scale_factor=scale_factor, scale_window=scale_window)
-        self.live = Scale(rule).to_("cpu")
+    @checked
+    def __init__(self, init_loss_scale: AtLeast1 = 2**24, scale_factor: float = 2, scale_window: Count = 2000) -> None:
+        given = {"init_loss_scale": init_loss_scale, "scale_factor": scale_factor, "scale_window": scale_window}
+        self.live = Scale(preset("mindspore_manager", **given)).to_("cpu")
         self.cur_iter, self.last_overflow_iter = 1, 0
 
     @property
@@ -197,11 +196,10 @@ class DynamicLossScaleUpdateCell(nn.Module):
     streak: Tensor
 
     def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
-        for name, value in (("loss_scale_value", loss_scale_value), ("scale_factor", scale_factor)):
-            check_number(name, value, low=-math.inf)
-        check_number("scale_window", scale_window, low=-math.inf)
         super().__init__()
         self.loss_scale_value, self.scale_factor, self.scale_window = loss_scale_value, scale_factor, scale_window
+        for name in ("loss_scale_value", "scale_factor", "scale_window"):
+            check_number(name, getattr(self, name), low=-math.inf)
         self.register_buffer("cur_iter", torch.ones((), dtype=torch.int64))
         self.register_buffer("streak", torch.zeros((), dtype=torch.int32))
         self._live: Scale | None = None

@@ -5,19 +5,33 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_alike, check_count, check_number, is_number
+from mpkit.arguments import Count, check_alike, check_count, check_number, checked, is_number
 from mpkit.policies import ScaleHistory, ScalePolicy, initial, preset
 
 from .scale import Face, Scale
 
 Nest = TypeVar("Nest")
 """A tensor, or a tuple or list of nests."""
+
+
+def checked_scale(name: str, value: float) -> float:
+    """A number >= 1 that float32 holds, as it came; NaN is one, as in MindSpore. Raises TypeError or ValueError."""
+    if not is_number(value):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}; a scale multiplies the loss to lift gradients")
+    if isinstance(value, int) and value > torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must fit a float32, got an int of {value.bit_length()} bits")
+    return value
+
+
+AtLeast1 = Annotated[float, checked_scale]
 
 
 class LossScaler(ABC):
@@ -118,10 +132,9 @@ class StaticLossScaler(LiveScaler):
     tensor([2.])
     """
 
-    def __init__(self, scale_value: float) -> None:
-        super().__init__(
-            Scale(ScalePolicy.fixed(1.0), torch.tensor(checked_scale("scale_value", scale_value), dtype=torch.float32))
-        )
+    @checked
+    def __init__(self, scale_value: AtLeast1) -> None:
+        super().__init__(Scale(ScalePolicy.fixed(1.0), torch.tensor(scale_value, dtype=torch.float32)))
 
 
 class DynamicLossScaler(LiveScaler):
@@ -143,13 +156,13 @@ class DynamicLossScaler(LiveScaler):
     (True, tensor(512.))
     """
 
-    def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
-        value = torch.tensor(checked_scale("scale_value", scale_value), dtype=torch.float32)
-        checked_scale("scale_factor", check_count("scale_factor", scale_factor))
+    @checked
+    def __init__(self, scale_value: AtLeast1, scale_factor: Count, scale_window: int) -> None:
+        checked_scale("scale_factor", scale_factor)
         check_count("scale_window", scale_window)
         # the first scale of the rule is not looked at: it moves any
         rule = preset("mindspore_scaler", scale_value=1.0, scale_factor=scale_factor, scale_window=scale_window)
-        super().__init__(Scale(rule, value))
+        super().__init__(Scale(rule, torch.tensor(scale_value, dtype=torch.float32)))
 
     @property
     def counter(self) -> Tensor:
@@ -219,17 +232,6 @@ class PolicyLossScaler(LiveScaler):
             came = f"{len(inputs)} entries" if isinstance(inputs, tuple | list) else type(inputs).__name__
             raise ValueError(f"{shape.numel()} scales need a tuple or list with one entry for each, got {came}")
         return type(inputs)(super(PolicyLossScaler, self)._map(function, x, i) for i, x in enumerate(inputs))
-
-
-def checked_scale(name: str, value: float) -> float:
-    """A number >= 1 that float32 holds, as it came; NaN is one, as in MindSpore. Raises TypeError or ValueError."""
-    if not is_number(value):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}; a scale multiplies the loss to lift gradients")
-    if isinstance(value, int) and value > torch.finfo(torch.float32).max:
-        raise ValueError(f"{name} must fit a float32, got an int of {value.bit_length()} bits")
-    return value
 
 
 def need_flag(name: str, value: object) -> None:
