@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 INNER = "inner BatchNorm of a residual branch"
 SHORTCUT = "BatchNorm of a projection shortcut"
@@ -121,10 +119,15 @@ def _by_patterns(graph: _Graph) -> Removed:
     return removed | _dense(graph)
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 _ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Hardswish, nn.LeakyReLU, nn.ELU, nn.PReLU, nn.Mish)
 _MODULES: tuple[tuple[Any, str], ...] = (
-    (_BatchNorm, "bn"),
-    (_ConvNd, "conv"),
+    (BATCH_NORMS, "bn"),
+    (CONVOLUTIONS, "conv"),
     (nn.Linear, "linear"),
     (nn.ReLU, "relu act"),
     (nn.ReLU6, "relu6 act"),

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from mpkit.boost.bn_rules import CONVOLUTIONS
 from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.optimizers import Optimizer as OwnOptimizer
 from mpkit.optimizers import centralized
@@ -20,7 +19,7 @@ __all__ = [
     "is_centralized",
 ]
 
-NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+NORMALIZATIONS = (nn.LayerNorm, nn.RMSNorm)  # those whose weights can have more than one axis
 
 
 def is_centralized(owner: nn.Module | None, parameter: Tensor) -> bool:
@@ -33,7 +32,7 @@ def is_centralized(owner: nn.Module | None, parameter: Tensor) -> bool:
     """
     if parameter.ndim < 2 or isinstance(owner, (*NORMALIZATIONS, NormalizedLinear)):
         return False
-    return not (isinstance(owner, _ConvNd) and owner.groups > 1)
+    return not (isinstance(owner, CONVOLUTIONS) and owner.groups > 1)
 
 
 def centralize_gradients(optimizer: Optimizer) -> RemovableHandle:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpkit.arguments import checked
-from mpkit.boost.bn_rules import removable
+from mpkit.boost.bn_rules import BATCH_NORMS, removable
 from mpkit.casting.levels import copy_to_float
 
 __all__ = [
@@ -131,7 +130,7 @@ class LessBN(nn.Module):
         layers = {name: _plain_linear(self.network, name) for name in names}  # or an error, before anything is changed
         if before is None:
             removed = removable(self.network, faithful=faithful)
-            norms = (name for name, module in self.network.named_modules() if isinstance(module, _BatchNorm))
+            norms = (name for name, module in self.network.named_modules() if isinstance(module, BATCH_NORMS))
             before = LessBNReport(removed, tuple(name for name in norms if name not in removed))
             for name in removed:
                 self.network.set_submodule(name, nn.Identity())

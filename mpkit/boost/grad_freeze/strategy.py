@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from mpkit.arguments import Count, Index, check_count, check_kind, check_number, checked
+from mpkit.boost.bn_rules import CONVOLUTIONS
 from mpkit.boost.grad_freeze.optimizer import FreezeOpt
 from mpkit.optimizers.arguments import parameters_of
 
@@ -237,11 +237,11 @@ def stage_costs(net: nn.Module, *inputs: object) -> list[float]:
     place = {id(p): i for i, stage in enumerate(stages) for p in stage}
     work = [0.0] * (len(stages) + 1)
 
-    def count(module: nn.Linear | _ConvNd, _inputs: object, output: Tensor) -> None:
+    def count(module: Any, _inputs: object, output: Tensor) -> None:
         outputs = output.numel() / output.shape[0] / module.weight.shape[0]  # positions of one sample
         work[place[id(module.weight)]] += outputs * module.weight.numel()
 
-    layers = [m for m in net.modules() if isinstance(m, nn.Linear | _ConvNd) and id(m.weight) in place]
+    layers = [m for m in net.modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS)) and id(m.weight) in place]
     handles = [layer.register_forward_hook(count) for layer in layers]
     training = net.training
     try:
