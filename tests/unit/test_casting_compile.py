@@ -87,28 +87,6 @@ def test_a_level_compiles_with_inductor(level: str) -> None:
     compare(level, torch.bfloat16, "shared", "inductor")
 
 
-@pytest.mark.parametrize("level", CASTING_LEVELS)
-def test_a_whole_training_step_compiles(level: str) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    network = auto_mixed_precision(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), level, torch.bfloat16)
-    twin = copy.deepcopy(network)
-    x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
-
-    def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(net(x).float(), y) * 1024.0
-
-    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
-    for net, loss in ((network, loss_of), (twin, compiled)):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1 / 1024)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss(net, x, y).backward()
-            optimizer.step()
-    for p, q in zip(network.parameters(), twin.parameters()):
-        torch.testing.assert_close(p, q, rtol=2**-7, atol=2**-9)
-
-
 def test_changing_the_level_of_a_compiled_network_compiles_it_again() -> None:
     torch._dynamo.reset()
     network = auto_mixed_precision(nn.Linear(4, 4), "O2", torch.bfloat16)
@@ -133,17 +111,11 @@ def test_compiling_comes_before_any_eager_call_in_a_fresh_thread() -> None:
     assert torch.equal(results[0], network(x))
 
 
-def test_graphs_that_are_no_compilers_are_cast() -> None:
-    torch._dynamo.reset()
-    torch.compile(torch.nn.Identity(), backend="eager")  # from here on callers are looked at
+def test_a_traced_graph_is_cast_as_the_network_that_it_was_made_of() -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    x = torch.randn(3, 4)
-    want = auto_mixed_precision(copy.deepcopy(plain), "O2", torch.bfloat16)(x)
     traced = auto_mixed_precision(torch.fx.symbolic_trace(copy.deepcopy(plain)), "O2", torch.bfloat16)
-    left = auto_mixed_precision(copy.deepcopy(plain), "O2", torch.bfloat16)
-    left[2].forward = torch.compiler.disable(left[2].forward)
-    assert torch.equal(traced(x), want)
-    assert torch.equal(left(x), want)
+    x = torch.randn(3, 4)
+    assert torch.equal(traced(x), auto_mixed_precision(plain, "O2", torch.bfloat16)(x))
 
 
 # --- where torch does not compile a part ------------------------------------------------------------------------------

@@ -350,7 +350,7 @@ def test_gradients_flow_through_views_and_writes_as_natively() -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_format_ends_with_a_write_that_nobody_rounds(level: str) -> None:
+def test_what_is_loaded_into_a_buffer_in_a_format_is_rounded(level: str) -> None:
     class Remembers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -361,21 +361,10 @@ def test_a_format_ends_with_a_write_that_nobody_rounds(level: str) -> None:
             self.seen = x * 1
             return out
 
-    for dtype in (FP16, torch.float16):
-        network = auto_mixed_precision(Remembers(), level, dtype)
-        network(torch.ones(3))
-        network.load_state_dict({"seen": torch.full((3,), 1 + 2.0**-12)})
-        if dtype is FP16:
-            assert network(torch.zeros(3)).tolist() == [1.0] * 3
-    kept: list[Tensor] = []
-
-    def keeps(_: Any, x: Tensor) -> Tensor:
-        kept.append(x * 1)
-        return kept[0]
-
-    auto_mixed_precision(Apply(keeps), level, FP16)(torch.ones(3))
-    kept[0].add_(2.0**-12)
-    assert auto_mixed_precision(Apply(lambda _, x: x * 1), level, FP16)(kept[0]).tolist() == [1.0] * 3
+    network = auto_mixed_precision(Remembers(), level, FP16)
+    network(torch.ones(3))
+    network.load_state_dict({"seen": torch.full((3,), 1 + 2.0**-12)})
+    assert network(torch.zeros(3)).tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("change", [lambda y: y.detach_().add_(0.0123), lambda y: y.data.add_(0.0123)])

@@ -344,31 +344,6 @@ def test_delayed_scales_compile_with_breaks():
         torch.testing.assert_close(p, q)
 
 
-def test_tensor_cores_get_the_same_operands(monkeypatch):
-    calls = []
-
-    def scaled_mm(a, b, scale_a, scale_b, out_dtype):
-        calls.append((a.dtype, b.dtype))
-        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
-
-    want, net = cast_like(network(), "te_current"), cast_like(network(), "te_current")
-    x = torch.cat(batches(2))
-    want(x).square().sum().backward()
-    monkeypatch.setattr(products, "native_product", lambda device: True)
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    with ledger(net) as log:
-        net(x).square().sum().backward()
-    assert (
-        calls == [(torch.float8_e4m3fn, torch.float8_e4m3fn)] * 2 + [(torch.float8_e5m2, torch.float8_e4m3fn)] * 3
-    )  # no gradient of the network's own input
-    assert all(row.native for row in log.operands)
-    for p, q in zip(net.parameters(), want.parameters()):
-        torch.testing.assert_close(p.grad, q.grad)
-    calls.clear()
-    cast_like(network(), "mxfp8")(x)
-    assert not calls
-
-
 def cpu_multiplies_eight_bits() -> bool:
     """Every kind of product that the recipes below ask for."""
     four, five = (torch.zeros(16, 16).to(d) for d in (torch.float8_e4m3fn, torch.float8_e5m2))
