@@ -90,7 +90,6 @@ PRODUCT_WITH_BIAS = CONVOLUTIONS | {"linear"}  # signature (input, weight, bias=
 SUM_WITH_PRODUCT = _KINDS["sum_with_product"]
 RECURRENT = _KINDS["recurrent"]
 WITH_STATISTICS = _KINDS["with_statistics"]
-ATTENTION = "scaled_dot_product_attention"
 MADE_OF_PRODUCTS = names_of(*_KINDS["made_of_products"])
 OF_ONE_DTYPE = MADE_OF_PRODUCTS | names_of(*_KINDS["of_one_dtype"])
 WRITTEN_BESIDE = _KINDS["written_beside"] | _KINDS["weighted_losses"]
