@@ -53,7 +53,7 @@ class BFloat16Weights(Wrapper):
     Args:    optimizer: built on the network's own bfloat16 parameters (float32 ones among them are left alone);
              way: "stochastic" or "kahan"; generator: source of the random bits.
     Memory:  a step has float32 copies of as many weights at a time as the largest parameter holds. Counted for 100 M
-             weights in parameters of 1 M: nothing more between steps ("kahan": 2 bytes for each weight), 18 to 27 MB in
+             weights in parameters of 1 M: nothing more between steps ("kahan": 2 bytes for each weight), 27 MB in
              a step. mpkit's optimizers alone keep a float32 master of every 16-bit weight, 4 bytes for each, need no
              wrapper to learn from small updates, and take up to 255 MB more in a step.
     Raises:  TypeError if `optimizer` is none, needs a closure (LBFGS) or is a FreezeOpt, which goes around this;
@@ -97,7 +97,8 @@ class BFloat16Weights(Wrapper):
             self._wide[p] = wide = nn.Parameter(torch.empty(0, device=p.device))
             if p in self.state:  # it has made steps already
                 held = {name: x for name, x in self.state.pop(p).items() if name != "master"}
-                self.state[wide] = {name: _widened(x) for name, x in held.items()}
+                low_state = {name for name, x in held.items() if getattr(x, "dtype", None) is torch.bfloat16}
+                self.state[wide] = {name: x.float() if name in low_state else x for name, x in held.items()}
             if self.way == "kahan":
                 self._lost[p] = torch.zeros_like(p)
         return low
@@ -150,14 +151,13 @@ class BFloat16Weights(Wrapper):
                     p.grad = grad
 
     def _round_(self, p: Tensor, wide: Tensor) -> None:
-        if p in self._lost:
-            for low, x, lost in _some_rows(p, wide, self._lost[p]):
-                rounded = _nearest_bf16(x) if torch.compiler.is_compiling() else x.to(p.dtype)
-                low.copy_(rounded)
+        for low, x, lost in _some_rows(p, wide, self._lost.get(p, p)):  # what rounding needs, it needs for a few rows
+            # bits at which the nearest is taken, ties to even; a cast would lose nothing where a compiler fuses it
+            bits = 0x8000 - ((x.view(torch.int32) >> 16) & 1) if p in self._lost else None
+            rounded = stochastic_bf16(x, bits, generator=self.generator) if p.dtype is torch.bfloat16 else x
+            low.copy_(rounded)
+            if p in self._lost:
                 lost.copy_(x - rounded.float())
-        else:
-            for low, x in _some_rows(p, wide):  # what rounding needs on the way, it needs for a few rows only
-                low.copy_(stochastic_bf16(x, generator=self.generator) if p.dtype is torch.bfloat16 else x)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside, what Kahan keeps, and the generator's state."""
@@ -204,24 +204,9 @@ def _own(x: object) -> object:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-def _nearest_bf16(x: Tensor) -> Tensor:
-    """float32 rounded to the nearest bfloat16 (ties to even), as float32: in its bits.
-
-    A compiler that fuses what comes after a cast takes the number from before it, and what rounding lost would be 0.
-    """
-    bits = x.view(torch.int32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
-    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
-
-
 def _remainder(p: Tensor, lost: Tensor) -> Tensor:
     """What rounding lost, in float32; 0 where it cannot belong to the weight, which somebody has written to since."""
     wide = lost.float()
     # half a gap: at most 2^-8 of a normal number, 2^-134 of a subnormal one; the NaN beside an inf is dropped too
     most = (p.detach().float().abs() * 2.0**-8).clamp(min=2.0**-134)
     return torch.where(wide.abs() <= most, wide, 0.0)
-
-
-def _widened(value: object) -> object:
-    """A part of an optimizer's state in the precision of a stand-in."""
-    return value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
