@@ -656,7 +656,7 @@ function render({ model, el }) {
 		}
 	}
 	function showMessage() { if (!gone) say(get("message")); if (get("message")) answered(); }
-	function hideStill() { // the stored picture is the output before this one
+	function hideStill() { // the stored picture is the output before this one, and stands until this one does
 		for (let n = el; n; n = n.parentElement) {
 			const still = n.previousElementSibling?.querySelector("figure.mpk-still");
 			if (still) return void (still.hidden = true);
@@ -670,7 +670,7 @@ function render({ model, el }) {
 		"change:controls": drawForm, "change:state": () => { showState(); want(near); }, "change:message": showMessage, "change:rows": showRows, "comm_live_update": lost };
 	for (const [name, does] of Object.entries(events)) // in turn, as unpacking takes a moment
 		model.on(name, events[name] = (...given) => { turn = turn.then(() => does(...given)).catch(reportError); });
-	const size = new ResizeObserver(() => { hideStill(); if (panels.length && abs(stage.clientWidth - size.last) > 2) draw(); size.last = stage.clientWidth; });
+	const size = new ResizeObserver(() => { if (panels.length) hideStill(); if (panels.length && abs(stage.clientWidth - size.last) > 2) draw(); size.last = stage.clientWidth; });
 	for (const name of ["spec", "controls", "message"]) events["change:" + name]();
 	size.last = stage.clientWidth;
 	size.observe(stage);

@@ -31,10 +31,6 @@ QUIET = [
     *("--disable-component-update", "--disable-sync", "--disable-quic", "--force-color-profile=srgb"),
 ]
 
-# MPKIT_FRONTEND=notebook: the same in Jupyter Notebook 7, where each notebook has a tab of its own
-FRONTEND = os.environ.get("MPKIT_FRONTEND", "jupyterlab")
-PLACES = {"jupyterlab": "doc/tree", "notebook": "notebooks"}
-
 NARROW = 732  # pixels that JupyterLab leaves to the output of a cell in a window of 900, its side bars closed
 
 SETTINGS = {
@@ -65,7 +61,6 @@ OUTLINE = """() => [...document.querySelectorAll('.jp-Cell')].map((cell, index) 
 # when a key went down.
 SIGHT = """addEventListener('keydown', (event) => {
   window.__pressed = event.timeStamp;
-  window.__reached = event.target.dataset.control || event.target.className || event.target.tagName;
 }, true);
 const sights = new WeakMap(); // written anew only where something has moved since: it is looked at in every frame
 window.__sight = (index) => {
@@ -94,16 +89,12 @@ window.__sight = (index) => {
 PENDING = """() => { const session = window.jupyterapp.shell.currentWidget.sessionContext.session;
   window.__pending = new Set();
   window.__values = [];
-  window.__sent = 0;
   session.anyMessage.connect((_, {msg, direction}) => {
     if (direction === 'send' && msg.header.msg_type === 'comm_msg')
       for (const [name, value] of Object.entries(msg.content.data.state || msg.content.data.content || {}))
         if (['value', 'ask', 'index'].includes(name)) window.__values.push(value);
     const ahead = direction === 'send' && 'wish' in (msg.content?.data?.state || {}); // changes nothing that is seen
-    if (direction === 'send' && msg.channel === 'shell' && !ahead) {
-      window.__pending.add(msg.header.msg_id);
-      window.__sent += 1;
-    }
+    if (direction === 'send' && msg.channel === 'shell' && !ahead) window.__pending.add(msg.header.msg_id);
     if (direction === 'recv' && msg.header.msg_type === 'status' && msg.content.execution_state === 'idle')
       window.__pending.delete(msg.parent_header.msg_id);
   }); }"""
@@ -152,8 +143,6 @@ FOCUS = """(id) => { const e = document.querySelector(`[data-control="${id}"]`);
     : e.max !== undefined && +e.value >= +e.max;
   return document.activeElement === e ? {top} : null; }"""
 
-HEARD = "() => [window.__reached, window.__sent]"
-
 CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.toJSON().cells
   .map((c, index) => ({index, type: c.cell_type, ran: c.execution_count, tags: c.metadata.tags || [],
     empty: !(Array.isArray(c.source) ? c.source.join('') : c.source).trim(),
@@ -198,7 +187,6 @@ TALL = """() => { document.body.style.minHeight = '100vh';
 IMPORTS = "import anywidget, ipywidgets, matplotlib.figure, numpy, pandas, torch\n"
 
 HARMLESS = ("favicon", "Failed to load resource: net::ERR_BLOCKED", "[DEP")
-OF_NOTEBOOK_7 = "reading 'schema'"  # it asks for settings of Lab's that it does not have
 
 
 class Lab:
@@ -233,7 +221,7 @@ class Lab:
             MPKIT_DATA=os.environ.get("MPKIT_DATA", str(ROOT / "data")),
         )
         self._log = (scratch / "server.log").open("wb")
-        command = [sys.executable, "-m", FRONTEND, "--no-browser", "--allow-root", f"--port={port}"]
+        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
         command += [f"--IdentityProvider.token={self.token}", "--expose-app-in-browser", "--ServerApp.port_retries=0"]
         self._process = subprocess.Popen(command, cwd=self.root, env=environment, stdout=self._log, stderr=self._log)
         self._wait(scratch)
@@ -252,7 +240,7 @@ class Lab:
 
     def url(self, notebook: str) -> str:
         """The page of one notebook alone."""
-        return f"{self.base}/{PLACES[FRONTEND]}/notebooks/{notebook}?token={self.token}"
+        return f"{self.base}/doc/tree/notebooks/{notebook}?token={self.token}"
 
     def start_kernel(self, notebook: str) -> None:
         """Start a notebook's kernel while another one is tested."""
@@ -310,7 +298,7 @@ class Tab:
         self.page = context.new_page()
         self.page.set_default_timeout(PATIENCE)
         self.page.on("console", self._console)
-        self.page.on("pageerror", self._uncaught)
+        self.page.on("pageerror", lambda error: self.problems.append(f"uncaught: {error}"))
         self.page.add_init_script(f"{SIGHT};\n{AT_WORK}")
         self.page.route("**/*", self._route)
         self.page.goto(lab.url(notebook), wait_until="domcontentloaded")
@@ -318,10 +306,6 @@ class Tab:
     def _console(self, message: Any) -> None:
         if message.type == "error" and not any(word in message.text for word in HARMLESS):
             self.problems.append(f"console: {message.text[:300]}")
-
-    def _uncaught(self, error: Any) -> None:
-        if FRONTEND != "notebook" or OF_NOTEBOOK_7 not in str(error):
-            self.problems.append(f"uncaught: {error}")
 
     def _route(self, route: Any) -> None:
         if route.request.url.startswith((self.lab.base, "data:", "blob:")):
@@ -366,10 +350,6 @@ class Page:
         """Cells with controls or pictures."""
         return self.page.evaluate(OUTLINE)
 
-    def sight(self, cell: int) -> str:
-        """Everything a reader sees of a cell's view: pictures, status line, table."""
-        return self.page.evaluate("(cell) => window.__sight(cell)", cell)
-
     def explains(self, cell: int) -> bool:
         """Whether the view says why an input or a button had no effect."""
         return self.page.evaluate(
@@ -392,7 +372,7 @@ class Page:
 
     def close(self) -> None:
         """Close the notebook and end its kernel; after a failure the whole tab is closed, so that nothing is left."""
-        if FRONTEND == "notebook" or self.problems or self.outside or sys.exc_info()[0] is not None:
+        if self.problems or self.outside or sys.exc_info()[0] is not None:
             self.page.close()
             self.lab.tab = None
         else:
@@ -422,7 +402,7 @@ def poke(page, cell, control, patience=0.25):
     if len(tries) == 2 and (page.page.evaluate(FOCUS, control["id"]) or {}).get("top"):
         tries.reverse()
     for keys in tries:
-        before = page.sight(cell)
+        before = page.page.evaluate("(cell) => window.__sight(cell)", cell)
         press(page, control, *keys)
         shown = page.changed(cell, before, patience)
         if shown is not None:
@@ -528,7 +508,7 @@ def use(page, cell):
         starts = control["kind"] == "button" and (stop or control["name"] in PLAY)
         delay = poke(page, index, control, patience=3 if starts else 0.25)
         if delay is None and not page.explains(index):
-            dead.append((control["name"] or control["kind"], control["id"], *page.page.evaluate(HEARD)))
+            dead.append(control["name"] or control["kind"])
         elif control["kind"] == "slider" and delay is not None:
             delays.append(delay)
         if control["name"] in PLAY:  # asked and pressed at once: it may just reach the end, and would begin anew
@@ -540,7 +520,7 @@ def use(page, cell):
         if control["kind"] == "button":
             page.page.evaluate(END, index)  # whatever the button started
         page.settled(index, quiet=0.3 if starts else 0.1)
-    assert dead == [], f"controls of cell {index} that change nothing, where the key arrived, questions so far: {dead}"
+    assert dead == [], f"controls of cell {index} that change nothing: {dead}"
     if reset and not stop:
         press(page, reset, "Enter")
         same, now = page.settled(index) == first, page.page.evaluate("window.__shown")
