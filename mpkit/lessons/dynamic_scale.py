@@ -18,8 +18,8 @@ from mpkit.replay import ceilings, flushed, simulate
 from mpkit.replay import sweep as every_pair
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
-from mpkit.view.parts import framed, gradients, heat_map, last_row, prediction, tenths
-from mpkit.view.sheet import Panel, exponents, linear, log2, power_of_two
+from mpkit.view.parts import gradients, last_row, prediction, tenths
+from mpkit.view.sheet import Panel, exponents, linear, log2, names, power_of_two
 from mpkit.view.words import capital
 
 RUNS = {
@@ -224,7 +224,7 @@ def _whole(see: Sheet, used: np.ndarray, top: Any, finite: np.ndarray, ends: Any
 
 
 # ---- factor x window
-FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
+FACTORS = (1.25, 1.5, 2, 3, 4, 8, 16)
 WINDOWS = (2, 5, 10, 20, 50, 100, 200)
 FIGURES = {  # of a cell: the title of the table, what its range is told as
     "lost": ("training signal lost, %", "% of the training signal is lost"),
@@ -261,12 +261,14 @@ def sweep(see: Sheet, run="gpt_sums", own="", start=16, figure="lost") -> None:
     see.grid(400)
     see.idle = {"run"} if own else set()
     texts = [f"{v:.1f}" if v == 0 or v >= 0.05 else "< 0.1" for v in grid.flat]
-    panel = heat_map(see, grid, texts, FACTORS, WINDOWS, title)
-    best = [
-        (i, j) for i, j in np.ndindex(*lost.shape) if f"{lost[i, j]:.1f}" == f"{lost.min():.1f}"
-    ]  # as cells tell it
-    framed(panel, best, "normal", "least training signal lost")
-    pairs = "pair" if len(best) == 1 else f"{len(best)} pairs"
+    x, y = names(WINDOWS, "scale_window, finite steps"), names(FACTORS, "scale_factor", down=True)
+    panel = see.panel(title=title, x=x, y=y, pad=[28, 14, 42, 60])
+    cells = [f"factor {f}, window {w}" for f in FACTORS for w in WINDOWS]
+    panel.cells(grid, texts, names=cells, label="cell", quiet=True)
+    rows, cols = np.nonzero(np.round(lost, 1) == np.round(lost.min(), 1))  # as the cells tell it
+    look: dict[str, Any] = {"edge": "normal", "width": 3, "label": "least training signal lost"}
+    panel.boxes(cols - 0.47, rows - 0.47, cols + 0.47, rows + 0.47, **look)
+    pairs = "pair" if len(rows) == 1 else f"{len(rows)} pairs"
     see.say(
         f"{Path(own).stem if own else capital(RUNS[run])}, started at 2^{start}. From {{low}} to {{high}} {told}, by "
         f"factor and window. The least training signal is lost with the {pairs} with the frame: {lost.min():.1f} %.",

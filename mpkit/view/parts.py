@@ -1,4 +1,4 @@
-"""Pictures that topics share: a format's regions, a histogram over them, a heat map, runs, a drawn prediction."""
+"""Pictures that topics share: a format's regions, a histogram over them, runs, a drawn prediction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from mpkit.formats import FP16, FloatFormat
 from mpkit.record import Trace
 from mpkit.view.answers import number
-from mpkit.view.sheet import Panel, Sheet, exponents, fitted, linear, log2, names
+from mpkit.view.sheet import Panel, Sheet, exponents, fitted, linear, log2
 from mpkit.view.words import words
 
 FATES = ("zero", "subnormal", "normal", "overflow")
@@ -61,21 +61,6 @@ def gradients(see: Sheet, where: tuple[int, int], trace: Trace, scale: np.ndarra
     if not math.isfinite(trace.loss[-1]):
         word = "no gradients:\nthe loss is\nnot finite"
         panel.text(word, 0.5, 0.5, frame=True, halo=True, only=(int(known[-1]) + 1, len(scale) - 1))
-
-
-def heat_map(see: Sheet, grid: Any, texts: Sequence[str], rows: Any, cols: Any, title: str) -> Panel:
-    """A table of factors x windows; the darker, the larger."""
-    x = names([str(c) for c in cols], "scale_window, finite steps")
-    y = names([f"{r:g}" for r in rows], "scale_factor", down=True)
-    panel = see.panel(title=title, x=x, y=y, pad=[28, 14, 42, 60])
-    panel.cells(grid, texts, names=[f"factor {r:g}, window {c}" for r in rows for c in cols], label="cell", quiet=True)
-    return panel
-
-
-def framed(panel: Panel, cells: Sequence[tuple[int, int]], color: str, label: str) -> None:
-    """A frame around each of some cells (row, column) of a heat map."""
-    rows, cols = np.array(cells, dtype=float).T
-    panel.boxes(cols - 0.47, rows - 0.47, cols + 0.47, rows + 0.47, edge=color, width=3, label=label)
 
 
 def loss_and_scale(see: Sheet, runs: Any, first: int, last: int, also: Sequence[float] = ()) -> tuple[Panel, Panel]:
