@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,10 +101,11 @@ def adam_state(see: Sheet, state="float16", eps=-8, gradient=-10) -> None:
 
 
 # ---- trainings on the digits
-@cache
-def _pixels(split: str) -> tuple[Tensor, Tensor]:
-    images, labels = digits(split, size=8)
-    return images.flatten(1), labels
+def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    """(64, 64) pixels and (64,) labels of the 8x8 digits for each step, over and over."""
+    images, labels = digits("train", size=8)
+    picks = (torch.arange(step * 64, step * 64 + 64) % len(images) for step in range(steps))
+    return [(images[pick].flatten(1), labels[pick]) for pick in picks]
 
 
 def small_network(seed: int = 0) -> nn.Module:
@@ -122,18 +122,17 @@ def train_with_state(fmt: FloatFormat, eps: float, steps: int = 120) -> dict[str
     network = small_network()
     optimizer = Adam(network.parameters(), 0.01, eps=eps)
     optimizer.param_groups[0]["eps"] = float(round_to(torch.tensor(eps), fmt))
-    images, labels = _pixels("train")
-    for step in range(steps):
-        batch = torch.arange(step * 64, step * 64 + 64) % len(images)
-        loss = F.cross_entropy(network(images[batch]), labels[batch])
+    for images, labels in batches(steps):
+        loss = F.cross_entropy(network(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         for moments in optimizer.state.values():
             for moment in moments.values():
                 round_to(moment, fmt, out=moment)
-    tests, truth = _pixels("test")
-    right, stored = float((network(tests).argmax(1) == truth).float().mean()), optimizer.param_groups[0]["eps"]
+    tests, truth = digits("test", size=8)
+    right = float((network(tests.flatten(1)).argmax(1) == truth).float().mean())
+    stored = optimizer.param_groups[0]["eps"]
     return {"state": fmt.name, "eps": eps, "stored eps": stored, "last loss": loss.item(), "accuracy": right}
 
 
@@ -153,9 +152,7 @@ def train_scaled(kind: str, sens: float, scale: float, weight_decay: float = 0.0
     network = small_network()
     optimizer = MAKERS[kind](network.parameters(), float(scale), float(weight_decay))
     cell = TrainOneStepCell(WithLossCell(network, nn.CrossEntropyLoss()), optimizer, sens=float(sens))
-    images, labels = _pixels("train")
-    batches = [torch.arange(step * 64, step * 64 + 64) % len(images) for step in range(steps)]
-    return torch.stack([cell(images[batch], labels[batch]) for batch in batches]).tolist()
+    return torch.stack([cell(*batch) for batch in batches(steps)]).tolist()
 
 
 @view(
