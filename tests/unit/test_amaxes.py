@@ -150,19 +150,12 @@ def test_a_tensor_of_one_magnitude_needs_no_blocks():
 
 
 def test_bad_input_is_refused():
-    net = network()
-    recorder = Recorder(net)
-    run(net, recorder, range(1))
-    trace = AmaxTrace(("a.input",), np.ones((3, 1), dtype=np.float32))
-    for wrong, error, words in (
-        (lambda: AmaxRecorder([]), TypeError, "Module"),
-        (lambda: AmaxRecorder(nn.ReLU()), ValueError, "linear"),
-        (lambda: Recorder(nn.Sequential(nn.Conv2d(1, 1, 1)), amaxes=True), ValueError, "linear"),
-        (lambda: recommend_recipe(trace, trace), TypeError, "Trace"),
-        (lambda: recommend_recipe(trace, recorder.trace()), ValueError, "activations=True"),
-    ):
-        with pytest.raises(error, match=words):
-            wrong()
+    recorder = Recorder(network())
+    run(recorder.network, recorder, range(1))
+    with pytest.raises(ValueError, match="linear"):
+        Recorder(nn.Sequential(nn.Conv2d(1, 1, 1)), amaxes=True)
+    with pytest.raises(ValueError, match="activations=True"):
+        recommend_recipe(AmaxTrace(("a.input",), np.ones((3, 1), np.float32)), recorder.trace())
 
 
 def test_of_an_attention_the_gradient_of_its_result_is_recorded():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +36,8 @@ class Op(nn.Module):
 def chain(*parts: Any) -> nn.Module:
     """Linear(8, 8) called "first", then the parts called "fault" or "part1", ..., then Linear(8, 3) called "last"."""
     torch.manual_seed(0)
-    middle = [(f"part{i}" if i else "fault", p if isinstance(p, nn.Module) else Op(p)) for i, p in enumerate(parts)]
-    network = nn.Sequential()
-    for name, module in [("first", nn.Linear(8, 8)), *middle, ("last", nn.Linear(8, 3))]:
-        network.add_module(name, module)
-    return network
+    middle = {f"part{i}" if i else "fault": p if isinstance(p, nn.Module) else Op(p) for i, p in enumerate(parts)}
+    return nn.Sequential(OrderedDict(first=nn.Linear(8, 8), **middle, last=nn.Linear(8, 3)))
 
 
 def rows(n: int = 4) -> tuple[Tensor, Tensor]:
@@ -174,12 +172,8 @@ def growing_rnn() -> nn.Module:
 
 def convolution(gain: float = 1.0) -> nn.Module:
     torch.manual_seed(4)
-    network = nn.Sequential()
-    network.add_module("conv", nn.Conv2d(1, 4, 3, padding=1))
-    network.add_module("norm", nn.BatchNorm2d(4))
-    network.add_module("pool", nn.AdaptiveAvgPool2d(1))
-    network.add_module("flat", nn.Flatten())
-    network.add_module("last", nn.Linear(4, 3))
+    layers = {"conv": nn.Conv2d(1, 4, 3, padding=1), "norm": nn.BatchNorm2d(4), "pool": nn.AdaptiveAvgPool2d(1)}
+    network = nn.Sequential(OrderedDict(layers, flat=nn.Flatten(), last=nn.Linear(4, 3)))
     return with_weight(network, "conv.weight", lambda w: w.mul_(gain))
 
 
@@ -193,10 +187,7 @@ def sequences(steps: int = 20) -> Tensor:
 
 def embedded(row: Callable[[Tensor], Any]) -> nn.Module:
     torch.manual_seed(7)
-    network = nn.Sequential()
-    network.add_module("table", nn.Embedding(10, 8))
-    network.add_module("last", nn.Linear(8, 3))
-    return with_weight(network, "table.weight", row)
+    return with_weight(nn.Sequential(OrderedDict(table=nn.Embedding(10, 8), last=nn.Linear(8, 3))), "table.weight", row)
 
 
 def mean(out: Tensor) -> Tensor:
@@ -336,6 +327,8 @@ def test_a_tensor_that_a_stale_scale_clips_is_named():
     optimizer.zero_grad()
     before = str(network.state_dict())
     assert diagnose(network, (x, y), F.cross_entropy, level=None, scale=1.0).verdict == "healthy"
+
+    assert diagnose(network, (x * 1.9, y), F.cross_entropy, level=None, scale=1.0).verdict != "stale_scale"
 
     report = diagnose(network, (x * 300, y), F.cross_entropy, level=None, scale=1.0)
 

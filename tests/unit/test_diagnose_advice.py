@@ -102,19 +102,22 @@ HINTED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
     "log": (lambda x: torch.log(x * 0), lambda x: torch.log(x * 0 + 1e-3)),
     "div": (lambda x: x * 0 / (x * 0).abs(), lambda x: x * 0 / ((x * 0).abs() + 1e-3)),
     "exp": (lambda x: (x * 0 + 12).exp(), lambda x: (x * 0 + 12 - (x * 0 + 12).amax()).exp()),
-    "softmax": (
-        lambda x: (x * 0).masked_fill(torch.ones_like(x, dtype=torch.bool), -math.inf).softmax(-1),
-        lambda x: (x * 0).masked_fill(torch.arange(8) > 0, -math.inf).softmax(-1),
-    ),
+    "softmax": (lambda x: masked(x, 0).softmax(-1), lambda x: masked(x, 1).softmax(-1)),
     "sqrt": (lambda x: (x * 0).sqrt(), lambda x: (x * 0 + 1e-3).sqrt()),
-    "rsqrt": (
-        lambda x: (x * 0) * ((x * 0).var(-1, keepdim=True) + 1e-9).rsqrt(),
-        lambda x: (x * 0) * ((x * 0).var(-1, keepdim=True) + 1e-3).rsqrt(),
-    ),
-    "sum": (lambda x: x + torch.ones(70_000).to(x).sum() * 1e-6, lambda x: x + torch.ones(70_000).to(x).mean() * 0.07),
+    "rsqrt": (lambda x: (x * 0) * (spread(x) + 1e-9).rsqrt(), lambda x: (x * 0) * (spread(x) + 1e-3).rsqrt()),
+    "sum": (lambda x: x + MANY.to(x).sum() * 1e-6, lambda x: x + MANY.to(x).mean() * 0.07),
     "pow": (lambda x: (x * 0 + 300) ** 2, lambda x: ((x * 0 + 300) / 256) ** 2),
     "mul": (lambda x: (x * 0 + 300) * (x * 0 + 300) / 300, lambda x: (x * 0 + 300) / 300 * (x * 0 + 300)),
 }
+MANY = torch.ones(70_000)
+
+
+def masked(x: Tensor, kept: int) -> Tensor:
+    return (x * 0).masked_fill(torch.arange(8) >= kept, -math.inf)
+
+
+def spread(x: Tensor) -> Tensor:
+    return (x * 0).var(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("key", sorted({*WORDS["hints"]} - {"weight_norm"}))

@@ -10,9 +10,8 @@ from recorded import trace_of
 from test_diagnose import chain, rows
 from torch import Tensor, nn
 
-from mpkit.casting import auto_mixed_precision, cast_like, end_step
+from mpkit.casting import auto_mixed_precision
 from mpkit.diagnose import recommend, stale_scales
-from mpkit.diagnose.stale import stale_operands
 from mpkit.policies import ScalePolicy
 from mpkit.record import AmaxTrace, Recorder
 from mpkit.replay import replay
@@ -133,23 +132,3 @@ def test_steps_whose_gradients_are_all_zero_say_nothing_about_a_scale() -> None:
 def test_one_last_bit_is_no_clipping(last: float, stale: bool) -> None:
     trace = AmaxTrace(("a.input",), np.array([[1.0], [1.0], [last]], dtype=np.float32))
     assert bool(stale_scales(trace)) == stale
-
-
-class Square(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x
-
-
-@pytest.mark.parametrize(("factor", "stale"), [(1.3, []), (1.9, ["2.input"]), (3.0, ["2.input", "0.input"])])
-def test_operands_are_stale_from_twice_what_a_scale_holds(factor: float, stale: list[str]) -> None:
-    torch.manual_seed(0)
-    layers = nn.Linear(8, 4, bias=False), Square(), nn.Linear(4, 2)
-    network = cast_like(nn.Sequential(*layers), "te_hybrid_delayed")
-    x = torch.randn(6, 8)
-    for _ in range(3):
-        network(x).sum().backward()
-        end_step(network)
-    found = stale_operands(network, lambda: network(x * factor))
-    assert list(found) == stale  # the worst first
-    assert found.get("0.input", 3.0) == pytest.approx(3.0, rel=1e-5)
-    assert stale_operands(nn.Linear(2, 2), lambda: None) == {}
