@@ -195,15 +195,16 @@ class Optimizer(Declared, Grouped):
         """Indices of the parameters that have a gradient, by what one `Update` takes together."""
         found: defaultdict[Any, list[int]] = defaultdict(list)
         params, total = group["params"], 0
+        strided, by_axes = torch.strided, self.by_axes  # looked up once: with a hundred small tensors it is felt
         large = LARGE if self.needed(params[0], group) else math.inf  # plain descent computes nothing on the way
         for i, p in enumerate(params):
             if (grad := p.grad) is None:
                 continue
             total += (size := p.numel())
-            if (rows := grad.layout is not torch.strided) and not (group.get("use_lazy") and grad.is_sparse):
+            if (rows := grad.layout is not strided) and not (group.get("use_lazy") and grad.is_sparse):
                 raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
             alone = rows or (size > large and p.is_cpu)
-            found[i if alone else (p.dtype, p.device, self.by_axes and p.ndim > 1)].append(i)
+            found[i if alone else (p.dtype, p.device, by_axes and p.ndim > 1)].append(i)
         if total <= LOT:
             return list(found.values())
         return [[at[k] for k in lot] for at in found.values() for lot in lots([params[i] for i in at], LOT)]
