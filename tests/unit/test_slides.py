@@ -41,9 +41,10 @@ def test_what_cannot_be_written_is_told(tmp_path, monkeypatch, capsys, arguments
 
 
 def test_without_nbformat_the_environment_is_named():
-    code = "import sys; sys.modules['nbformat'] = None; import runpy; runpy.run_path(sys.argv[1], run_name='__main__')"
+    code = "import runpy, sys; sys.modules['nbformat'] = None; sys.path.insert(0, sys.argv[2])\n"
+    code += "runpy.run_path(sys.argv[1], run_name='__main__')"
     for script in ("slides", "labs"):
         path = ROOT / "notebooks" / "instructor" / f"{script}.py"
-        ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+        ended = subprocess.run([sys.executable, "-c", code, path, path.parent], capture_output=True, text=True)
         assert ended.returncode == 1
         assert re.fullmatch(r"mpkit: .*nbformat.* source .venv/bin/activate.*\n", ended.stderr), ended.stderr
