@@ -89,6 +89,7 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
     Numbers: `bytes`, by way and part; `fits`, the largest batch by way.
     """
     limit = CARDS[card].memory * 1e9
+    room = f"{card}, {CARDS[card].memory} GB = {limit / GIB:.1f} GiB"
     kept = {way: step_bytes(network, way, batch, again, optimizer) for way in WAYS}
     whole = np.array([sum(parts.values()) for parts in kept.values()])
     fits = {way: largest_batch(network, way, limit, again, optimizer) for way in WAYS}
@@ -108,11 +109,10 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
         before += here
     panel.text([f"{w / whole[0]:.0%}" for w in whole], before, np.arange(len(WAYS)), anchor="start", dx=6)
     if limit / unit < most:
-        panel.rule("x", limit / unit, "ink", dash="--", width=2, label=f"{card}, {CARDS[card].memory} GB")
+        panel.rule("x", limit / unit, "ink", dash="--", width=2)
+        panel.text(room, limit / unit, 2.5, rotate=90, dx=13, halo=True)
     else:
-        panel.text(
-            f"{card}, {CARDS[card].memory} GB: beyond the right end", 0.99, 1, frame=True, anchor="end", valign="top"
-        )
+        panel.text(f"{room}: beyond the right end", 0.99, 1, frame=True, anchor="end", valign="top")
     see.say(
         f"{NETWORKS[network]}, batch {batch}, {optimizer}: float32 keeps {whole[0] / unit:.3g} {word}, autocast "
         f"{whole[1] / whole[0]:.0%} of it, O1 {whole[2] / whole[0]:.0%}, O2 {whole[3] / whole[0]:.0%}. "

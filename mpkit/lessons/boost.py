@@ -169,7 +169,7 @@ def _accuracy_told(trained: str) -> str:
     difference = np.mean(np.subtract(seeds, accuracies("none")))
     against = "" if trained == "none" else f", {difference:+.1f} points against no boost"
     mean = f"{np.mean(seeds):.1f} ± {np.std(seeds, ddof=1):.1f}"
-    return f"Its accuracy on the digits is {mean} %{against} (mean of {len(seeds)} seeds)."
+    return f"Its accuracy on the digits is {mean} %{against} (mean ± one standard deviation of {len(seeds)} seeds)."
 
 
 def _steps_told(name: str, parts: np.ndarray) -> str:

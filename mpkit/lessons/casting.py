@@ -161,9 +161,13 @@ def levels(see: Sheet, network="MLP", level="O2", fmt="fp16", kept=0, exponent=0
     told = (
         f"{network} at {level} in {fmt}{moved}: {low} of {len(seen.steps)} operations compute in {fmt}. Parameters are "
         f"cast {counted(seen.parameter_casts, 'time')}, activations {counted(seen.activation_casts, 'time')}{ends}. "
-        f"{counted(lost[0], 'value')} became zero and {lost[1]} overflowed. {seen.kept_bytes / 1024:.0f} KiB are kept "
-        f"for the backward pass, against {plain.kept_bytes / 1024:.0f} KiB in float32."
+        f"{counted(lost[0], 'value')} became zero and {lost[1]} overflowed."
     )
+    if plain.kept_bytes:  # nothing is where no parameter is trained
+        told += (
+            f" {seen.kept_bytes / 1024:.0f} KiB are kept for the backward pass, against "
+            f"{plain.kept_bytes / 1024:.0f} KiB in float32."
+        )
     error = "not finite" if math.isinf(seen.error) else f"{seen.error:.2g}"
     see.say(f"{told} The relative error of the result is {error}.", stored=told, walk=seen, plain=plain)
 
@@ -176,7 +180,10 @@ def _operations(see: Sheet, steps: tuple[Operation, ...], fmt: str) -> None:
         at = np.array([i for i, s in enumerate(steps) if (s.compute == "float32") == wide])
         if len(at):
             look: dict[str, Any] = {"fill": f"{role}/0.2", "edge": role, "hatch": not wide or None, "label": label}
-            look |= {"text": ["32" if wide else steps[i].compute for i in at], "names": [_label(steps[i]) for i in at]}
+            look |= {
+                "text": ["fp32" if wide else steps[i].compute for i in at],
+                "names": [_label(steps[i]) for i in at],
+            }
             above.boxes(at - 0.42, [0.34] * len(at), at + 0.42, [0.94] * len(at), **look)
     for i, step in enumerate(steps):
         if step.casts:

@@ -26,7 +26,7 @@ RUNS = {
     "mlp_digits": "perceptron on digits, healthy",
     "gpt_sums": "small GPT on sums, healthy",
     "rare_outliers": "one huge batch in 16",
-    "growing_activations": "broken from step 129 on",
+    "growing_activations": "a loss without a lower bound",
     "mlp_digits_rate": "perceptron on digits, 4 times the rate",
     "mlp_digits_batch": "perceptron on digits, batches of 8 for 64",
 }
@@ -150,9 +150,6 @@ def dynamics(
     ring = since_change(scale, finite, window, [*puts]) / min(window, count)
     layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)][last_row(trace)]
     main = _main(see, used, top, (low, high), ring, finite, reasons, (zeros, plain), layers)
-    broken = np.flatnonzero(recorded_tops < 0)
-    if len(broken):
-        main.given["title"] = f"from step {broken[0]} on no scale helps: the loss is not finite"
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     grip: dict[str, Any] = {"slope": -1, "cross": low + 0.12 * (high - low), "stem": True, "note": f"window {window}"}
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
@@ -170,11 +167,12 @@ def dynamics(
     if ceiling.min() > 0:
         bound, told["top"] = "the ceiling {top:2^}, the headroom {headroom:.1f} bits", np.log2(ceiling)
         told["empty"], told["plain"] = tenths(zeros), tenths(plain)
-        share = "{empty} % of this step's gradient values are zero, and {plain} % in float32 too"
+        share = "{empty} % of this step's gradient values are zero (in float32 already {plain} %)"
     else:
-        bound, share = "{top}", "{empty} of this step's gradient values are zero"
+        bound, share = "{top}", "{empty} of this step's gradient values are zero{plain}"
         told["top"] = np.where(ceiling > 0, "below the ceiling", "and no scale helps: the loss is not finite")
         told["empty"] = ["an unknown share" if math.isnan(z) else percent(z) for z in zeros]
+        told["plain"] = ["" if math.isnan(z) else f" (in float32 already {percent(z)})" for z in plain]
     guess = "" if "fp16" in trace.measured else " The ceiling is an estimate where gradients were not recorded."
     see.say(
         f"{name}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
@@ -205,7 +203,7 @@ def _main(
     totals, words = [np.cumsum(~finite), np.arange(1, len(used) + 1)], "skipped {} of {} steps"
     if not np.isnan(zeros[0]).any():  # a step whose loss is not finite has no gradients to count
         totals += [*map(tenths, zeros)]
-        words += ";  {} % of the gradients are zero, {} % in float32 too"
+        words += ";  {} % of the gradients are zero ({} % in float32 already)"
     main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
     return main
 

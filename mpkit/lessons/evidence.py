@@ -217,7 +217,7 @@ def _bars(see: Sheet, bars: Any, fmt: Any, report: Report, scale: int) -> None:
         ends = exponents(np.nan_to_num([small, large], nan=np.inf, posinf=np.inf), low, high)
         look = {"dash": "--"} if gradient else {}
         if broken == "NaN":  # it has no place on the axis
-            panel.text("NaN", 0, row, color="overflow", halo=True)
+            panel.text("NaN", high - 1, row, anchor="end", color="overflow", halo=True)
             continue
         panel.boxes([ends[0]], [row - 0.2], [ends[1]], [row + 0.2], fill=f"{color}/0.4", edge=color, width=1.5, **look)
         if report.operation and not gradient and name == report.module:

@@ -85,7 +85,7 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     title = "the gradients of seven layers, times the loss scale; height: share of the layer"
     panel = see.panel(title=title, x=log2("magnitude", FIRST, LAST, 8),
                       y=names(LAYERS, down=True), pad=[28, 150, 44, 110])  # fmt: skip
-    panel.given["y"]["lo"], panel.given["y"]["hi"] = len(LAYERS) - 0.4, -1.3  # room for the names of the regions
+    panel.given["y"]["lo"], panel.given["y"]["hi"] = len(LAYERS) - 0.4, -1.8  # room for the names of the regions
     ends = edges(FP16)
     regions(panel, "x", *ends, zero="becomes 0", subnormal="few bits", normal="all bits", overflow="inf")
     rows, cols = np.nonzero(shares > 0.002)
@@ -97,7 +97,7 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     panel.boxes(at, rows + 0.42 - tall, at + 1, rows + 0.42, fill=fill.tolist(), quiet=True)
     middle = (np.cumsum(shares[0]) < 0.5).sum() + recorded()["lowest"] + 0.5
     panel.handle(
-        "x", "scale", scale, 0, 40, "loss scale, 2 to the", base=float(middle), cross=-0.3, note="drag all rows"
+        "x", "scale", scale, 0, 40, "loss scale, 2 to the", base=float(middle), cross=-0.95, note="drag all rows"
     )
     lost = tenths(zero)
     told = [f"{t:g} % are 0" if not o else f"{o:g} % are inf" for t, o in zip(lost, tenths(over))]

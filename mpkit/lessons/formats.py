@@ -260,7 +260,7 @@ def ranges(see: Sheet, exponent=-20) -> None:
     x = log2("magnitude", -152, 226, 24)
     x["ticks"] = [tick for tick in x["ticks"] if tick[0] <= 128]
     see.grid(370)
-    title = "a power of two left of a bar becomes zero, one right of it overflows"
+    title = "a power of two left of a bar becomes zero, one right of it is too large"
     panel = see.panel(title=title, x=x, y=names(NAMES, down=True), pad=[28, 14, 42, 60])
     kept, fates = {}, {}
     for row, fmt in enumerate(map(get_format, NAMES)):

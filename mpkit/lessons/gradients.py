@@ -154,7 +154,7 @@ def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0
     window.bars(bars[-SCALES[0]], np.arange(FIRST, LAST) + 0.5, width=1, fill="reference/0.6", label="gradients, %")
     words: dict[str, Any] = {"frame": True, "anchor": "end", "valign": "top", "color": "zero"}
     window.text("zero up to 2^{}", 0.99, 1, values=[lost - SCALES], **words)
-    grip: dict[str, Any] = {"id": "threshold", "slope": -1, "note": "below: 0", "cross": 1.22 * TALLEST}
+    grip: dict[str, Any] = {"id": "threshold", "slope": -1, "note": "0 left of here", "cross": 1.22 * TALLEST}
     window.handle("x", "exponent", exponent, *range_[:2], "threshold below which all is 0", base=lost, **grip)
 
     x, y = log2("loss scale", -8, 30, 8), linear("share, %", -3, 103, 5)

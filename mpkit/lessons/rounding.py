@@ -138,7 +138,7 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[fl
         beside = 14 if end > 0.5 else -14
         color, words = ("reference", "") if fits else ("overflow", f"{result:g} ")
         panel.points([row], [end], color, size=2 + 6 * math.sqrt(share))
-        panel.text(words + (percent(share) if row == len(results) else ""), end, row, color=color, beside=beside)
+        panel.text(words + (percent(share, 1) if row == len(results) else ""), end, row, color=color, beside=beside)
         return end
 
     at = (x - left) / (right - left)
@@ -200,7 +200,7 @@ def updates(see: Sheet, fmt="fp16", update=1e-4, progress=100) -> None:
     see.play("progress", "% of the run", 101, every=80)
     x, y = linear("updates", 0, STEPS, 8), linear("weight", 1 - 0.08 * end, 1 + 1.08 * top, 5)
     panel = see.panel(
-        title=f"a weight of 1 gets 2,000 updates of {update:.3g}, kept in five ways", x=x, y=y, pad=[28, 28, 46, 66]
+        title=f"a weight of 1 gets 2,000 updates of {update:.3g}, kept in four ways", x=x, y=y, pad=[28, 28, 46, 66]
     )
     panel.line(paths["exact"], at, "reference", dash=":", width=1.6, label="exact")
     for scheme, (color, dash, glyph, size, label) in LOOKS.items():

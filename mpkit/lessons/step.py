@@ -127,7 +127,7 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
     title = "the largest value on its way through one training step"
     panel = see.panel(title=title, x=names(PLACES, bare=False), y=y)
     panel.span("y", 16, HIGH - 2, "overflow/0.14", "too large for float16", dy=64)
-    panel.span("y", LOW + 2, -24, "zero/0.14", "zero in float16")
+    panel.span("y", LOW - 1, -25, "zero/0.14", "zero in float16")
     bad_at = [i for i, p in enumerate(walk.phases[:7]) if p.bad and not (i == 6 and walk.skipped)]
     largest = [p.largest for p in walk.phases]
     at = exponents(np.nan_to_num(largest, nan=math.inf), LOW, HIGH)
@@ -231,12 +231,12 @@ def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
     panel = see.panel(title="what each order hands to the optimizer (its cosine)", x=x, y=y)
     asked = math.log2(max_norm)
     panel.rule("y", asked, "reference", dash=":")
-    panel.text("the norm asked for", 0, asked, anchor="start", dx=20, dy=-16, color="reference", halo=True)
     for (name, values), look, color in zip(norms.items(), DIFFERENT, ("normal", "overflow", "zero")):
         named = f"{name} ({cosines[name]:.2f})"
         panel.line(exponents(values, low, high), label=named, tag=True, every=2, **look | {"color": color})
     panel.handle("x", "exponent", exponent, 0, 20, "loss scale, 2 to the")
-    panel.handle("y", "max_norm", asked, -6, 2, "clip to the norm, 2 to the", log2=True, step=0.5, cross=19.4)
+    panel.handle("y", "max_norm", asked, -6, 2, "clip to the norm, 2 to the", log2=True, step=0.5, cross=19.4,
+                 note="the norm asked for")  # fmt: skip
     seen = [f"{norms[o][exponent]:.3g}" for o in ORDERS]
     see.say(
         f"The scale is 2^{exponent}, with {parts} micro-batch{'es' if parts > 1 else ''} and clipping to the norm "

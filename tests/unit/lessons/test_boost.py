@@ -70,7 +70,7 @@ def test_speed_and_accuracy_are_only_stated_where_they_were_measured():
     for name, settings in (("O1", {}), ("O1 tuned", {"mode": "tuned"})):
         mean, spread = np.mean(seeds[name]), np.std(seeds[name], ddof=1)
         difference = mean - np.mean(seeds["none"])
-        told = f"{mean:.1f} ± {spread:.1f} %, {difference:+.1f} points against no boost (mean of {len(seeds[name])}"
+        told = f"{mean:.1f} ± {spread:.1f} %, {difference:+.1f} points against no boost (mean ± one standard deviation"
         assert told in levels(**settings).sentence
 
 
