@@ -143,12 +143,18 @@ def same(value: Any, truth: Any, rel: float, strict: bool = False) -> bool:
 
 
 def aside(value: object, truth: object, rel: float) -> str:
-    """A word on an answer of another kind than is asked for, or on a share in percent without the sign; often none."""
+    """A word on an answer of another kind than is asked for, or on a share in percent without the sign; often none.
+
+    Of verdicts, a list of True and False, it says how many are right.
+    """
     if isinstance(truth, bool):
         return "" if name(value) in ("true", "false") else f"True or False is asked for, got {value!r:.60}. "
     if isinstance(truth, str):
         more = isinstance(value, str) and len(value.split()) > len(truth.split())
         return f"Only the word itself is asked for, got {value!r:.60}. " if more else ""
+    if isinstance(truth, list) and isinstance(value, list) and truth and len(value) == len(truth):
+        right = sum(same(a, b, rel) for a, b in zip(value, truth))
+        return f"{right} of {len(truth)} are right. " if all(isinstance(part, bool) for part in truth) else ""
     if isinstance(truth, list) and not isinstance(value, list):
         return f'A list is asked for, such as [1, 2] or ["a", "b"], got {value!r:.60}. '
     if isinstance(truth, int | float) and number(value) is None:
