@@ -203,7 +203,7 @@ def _main(
     totals, words = [np.cumsum(~finite), np.arange(1, len(used) + 1)], "skipped {} of {} steps"
     if not np.isnan(zeros[0]).any():  # a step whose loss is not finite has no gradients to count
         totals += [*map(tenths, zeros)]
-        words += ";  {} % of the gradients are zero ({} % in float32 already)"
+        words += ";  {} % of the gradients are 0 ({} % in float32)"
     main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
     return main
 

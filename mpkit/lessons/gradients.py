@@ -151,7 +151,9 @@ def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0
     told = [f"{power_of_two(round(lost - e, 1))} to {power_of_two(round(over - e, 1))}" for e in SCALES]
     frame: dict[str, Any] = {"width": over - lost, "shift": -SCALES, "fill": "normal/0.2", "edge": "normal"}
     window.bars([top], [(lost + over) / 2], label="what the format holds", told=told, **frame)
-    window.bars(bars[-SCALES[0]], np.arange(FIRST, LAST) + 0.5, width=1, fill="reference/0.6", label="gradients, %")
+    window.bars(
+        bars[-SCALES[0]], np.arange(FIRST, LAST) + 0.5, width=1, fill="reference/0.6", label="without the scale, %"
+    )
     words: dict[str, Any] = {"frame": True, "anchor": "end", "valign": "top", "color": "zero"}
     window.text("zero up to 2^{}", 0.99, 1, values=[lost - SCALES], **words)
     grip: dict[str, Any] = {"id": "threshold", "slope": -1, "note": "0 left of here", "cross": 1.22 * TALLEST}
