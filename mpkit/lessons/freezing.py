@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -92,13 +93,20 @@ def blocks_reached(index: int) -> list[str]:
 
 
 # ---- which BatchNorms go
+def plain() -> nn.Module:
+    """Three convolutions, each with a BatchNorm, and no shortcut: nothing that LessBN would remove."""
+    blocks = [nn.Sequential(nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.ReLU()) for a, b in pairwise((3, 8, 16, 32))]
+    end = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(OrderedDict(features=nn.Sequential(*blocks), end=end))
+
+
 NETWORKS: Mapping[str, Callable[[], nn.Module]] = {
     "ResNet-18": lambda: networks.resnet18(width=4),
     "ResNet-34": lambda: networks.resnet34(width=4),
     "ResNet-50": lambda: networks.resnet50(width=4),
     "MobileNetV2": networks.MobileNetV2,
     "DenseNet": networks.DenseNet,
-    "LeNet-5": networks.LeNet5,
+    "3 convolutions": plain,
 }
 KINDS = {  # of a layer: role, glyph and name
     "conv": ("reference", "s", "convolution"),
@@ -134,9 +142,10 @@ def less_bn(see: Sheet, network="ResNet-18", fn_flag=False) -> None:
     norms = gone + kinds.count("kept")
     blocks = {block: [*members] for block, members in groupby(every, key=block_of)}
     places = np.array([(row, i) for row, members in enumerate(blocks.values()) for i in range(len(members))])
-    told = f"{gone} of {norms} BatchNorms removed" if norms else "no BatchNorm"
+    told, most = f"{gone} of {norms} BatchNorms removed", places[:, 1].max()
     see.grid(110 + 26 * len(blocks), 620)
-    x, y = linear("layer of the block", -0.6, places[:, 1].max() + 0.6), names([*blocks], down=True, bare=False)
+    x = linear("layer of the block", -0.6, most + 0.6) | {"ticks": [[i, str(i + 1)] for i in range(most + 1)]}
+    y = names([*blocks], down=True, bare=False)
     panel = see.panel(title=f"{told}{'; arrows are shortcuts' if shortcuts else ''}", x=x, y=y)
     for row, (block, members) in enumerate(blocks.items()):
         panel.line([row, row], [0, len(members) - 1], "muted", width=1.5)
