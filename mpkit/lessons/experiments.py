@@ -108,7 +108,7 @@ def missing(results: Results | None, cells: list[str], seeds: int) -> int:
 )
 def own_experiment(
     see: Sheet, network="perceptron", recorded_seeds=10, seeds=5, one="float32", other="fp16 O2, scaled", seed=0,
-    step=1, left_out=[], results: Results | None = None, made: str | None = None,
+    step=100, left_out=[], results: Results | None = None, made: str | None = None,
 ) -> None:  # fmt: skip
     """Recorded runs until Run is pressed; then the reader's own, as they arrive.
 
@@ -134,7 +134,8 @@ def own_experiment(
     verdicts = shown.summary("accuracy")["verdict"]
     ends = {label: _interval(shown, label) for label in cells}
     found = "; ".join(f"{n} {ends[n][1]:.1f}, {verdicts[n]}" if n in verdicts else f"{n} not yet" for n in cells)
-    make = f"Run would now make {counted(left, 'run')} of {network}." if left else f"All runs of {network} are made."
+    many = f"{network}, {len(cells)} settings, {counted(seeds, 'seed')}"
+    make = f"Press Run to train {counted(left, 'network')} ({many})." if left else f"All runs of {network} are made."
     see.say(f"{title}. Accuracy in percent: {found}. {{at}} {make}", at=at, results=shown, left=left, losses=losses)
     see.rows = [
         {"cell": label, "runs": len(_values(shown, label))}
