@@ -231,8 +231,8 @@ BUGS = [
     Bug(
         "a step that reports that it was applied",
         "lessons/step.py",
-        'done, late_words = "skipped" if walk.skipped else "applied", ""',
-        'done, late_words = "applied", ""',
+        'done = "skipped" if walk.skipped else "applied"',
+        'done = "applied"',
         "05_training_step",
     ),
     Bug(
@@ -261,10 +261,9 @@ BUGS = [
     Bug(
         "the least likely digit counted as the answer",
         "lessons/optimizers.py",
-        "(network(tests).argmax(1) == truth)",
-        "(network(tests).argmin(1) == truth)",
+        "(network(tests.flatten(1)).argmax(1) == truth)",
+        "(network(tests.flatten(1)).argmin(1) == truth)",
         "more/optimizers/optimizer",
-        5,
     ),
     Bug(
         "a static scale that the optimizer forgets",
@@ -300,11 +299,10 @@ BUGS = [
     ),
     Bug(
         "a sum of micro-gradients in place of their mean",
-        "boost/grad_accumulation.py",
-        "share = wide.div_(self.max_accumulation_step) if mine else wide / self.max_accumulation_step",
-        "share = wide",
+        "step/engine.py",
+        "share = grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.parts",
+        "share = grad.to(torch.promote_types(grad.dtype, torch.float32))",
         "07_boost_levels",
-        11,
     ),
     Bug(
         "a cosine with a direction that is not the shared one",
@@ -332,18 +330,16 @@ BUGS = [
     Bug(
         "gradients that are not rounded to the format",
         "lessons/group_scale.py",
-        "return quantize(x, FP32, self.fmt)",
-        "return quantize(x, FP32, FP32)",
+        "kept = round_to(values * scales[batch::DISTINCT, i, None], FORMATS[fmt_name]) != 0",
+        "kept = values * scales[batch::DISTINCT, i, None] != 0",
         "more/scalers/group_loss_scale",
-        3,
     ),
     Bug(
-        "markers behind the first that are left out",
+        "one scale that follows the smallest of the groups",
         "lessons/group_scale.py",
-        "x = x if self.together and i else self.manager(x, i, i + 1)",
-        "x = x if i else self.manager(x, i, i + 1)",
+        "largest = largest.max(axis=1, keepdims=True)",
+        "largest = largest.min(axis=1, keepdims=True)",
         "more/scalers/group_loss_scale",
-        7,
     ),
     Bug(
         "an advice that is lost",
@@ -392,8 +388,8 @@ BUGS = [
     Bug(
         "a spread that divides by n",
         "experiment/statistics.py",
-        "spread = statistics.stdev(differences)",
-        "spread = statistics.pstdev(differences)",
+        "statistics.fmean(differences), statistics.stdev(differences)",
+        "statistics.fmean(differences), statistics.pstdev(differences)",
         LAB06,
     ),
     Bug(
