@@ -162,6 +162,7 @@ def test_a_training_is_the_same_for_the_same_seed_and_reports_what_it_reached():
     found = [train(net, data, seed=seed, level=level, epochs=2) for seed, level in runs]
     assert found[0]["accuracy"] == found[1]["accuracy"]
     assert all(0 <= f["accuracy"] <= 100 for f in found)
+    assert train(net, data, level="O2", dtype="bfloat16", epochs=2)["loss"] != found[0]["loss"], "a level casts"
     kept = train(net, data, epochs=2, keep=True)
     right = (kept["network"](x).argmax(1) == data[0][1]).double().mean()
     assert kept["accuracy"] == pytest.approx(100 * float(right)), "a percentage of right answers"
