@@ -71,6 +71,16 @@ def test_several_comparisons_are_corrected_as_holm_does():
     assert table["p_holm"].to_dict() == pytest.approx(want)
 
 
+@pytest.mark.parametrize("baseline", [1, "base"])
+def test_the_baseline_is_the_cell_that_is_named(baseline):
+    def run(seed, shift):
+        return {"accuracy": 50.0 + shift + seed}
+
+    cells = {"other": {"shift": 2}, "base": {"shift": 0}, "third": {"shift": 5}}
+    found = experiment(run, cells, seeds=2, baseline=baseline, progress=False, n_jobs=1).summary("accuracy")
+    assert found["difference"].drop("base").to_dict() == {"other": 2.0, "third": 5.0}
+
+
 VERDICTS = {
     "better": [92.0, 93.1, 93.9, 95.0],
     "worse": [88.0, 88.9, 90.1, 91.0],
