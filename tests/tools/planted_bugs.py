@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from mutants import OWN, copied, files_of
@@ -472,14 +473,15 @@ def test_a_lab_notices(bug, tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "bug", [b for b in BUGS if "lessons" not in b.file], ids=lambda bug: bug.what.replace(" ", "-")
-)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what.replace(" ", "-"))
 def test_the_contract_notices(bug, tree):
+    """Or, where the bug is one of a lesson, the units of that lesson."""
     module = bug.file.partition("/")[0].removesuffix(".py")
-    nearest = files_of(tree, module, contract=True) if module in OWN else []
+    own = f"tests/unit/lessons/test_{Path(bug.file).stem}.py"
+    nearest = files_of(tree, module, contract=True) if module in OWN else [[own]] if (tree / own).exists() else []
+    everything = ["tests/unit/lessons"] if module == "lessons" else ["tests/contract"]
     with planted(bug, tree):
-        for files in (*nearest, ["tests/contract"]):
+        for files in (*nearest, everything):
             program = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
             ended = subprocess.run(program, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True)
             if ended.returncode:
