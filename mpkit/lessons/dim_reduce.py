@@ -243,7 +243,7 @@ ENDS = (0.0, 2.5)
 
 
 @view(typed="or type it: nine losses from left to right", drawn=Stroke(STEPS + 1, *ENDS))
-def stuck(see: Sheet, typed="", drawn={}, shown=False) -> None:
+def draw_loss(see: Sheet, typed="", drawn={}, shown=False) -> None:
     """Draw the loss of DimReduce with 2 components over 40 steps, beside the gradient descent that they come from.
 
     Numbers: `guess` and `truth` from step 1 on, `near`, at how many steps they are within 0.1 of each other.
@@ -252,7 +252,7 @@ def stuck(see: Sheet, typed="", drawn={}, shown=False) -> None:
     see.grid(380, 900)
     panel = see.panel(x=linear("step", -1, STEPS + 1, 10), y=linear("loss, nats", *ENDS))
     panel.line(earlier_path().losses, color="muted", width=1.6, dash=":", label="gradient descent")
-    prediction(see, panel, "dim_reduce.stuck", truth, first=1, ends=ENDS, start=2.3, points=9, within=0.1,
+    prediction(see, panel, "dim_reduce.loss", truth, first=1, ends=ENDS, start=2.3, points=9, within=0.1,
                typed=typed, drawn=drawn, shown=shown)  # fmt: skip
     if shown:
         panel.line(truth, color="reference", width=2.6, label="DimReduce, 2 components")
