@@ -58,7 +58,7 @@ def schedules_of(rate: float, factor: float, span: int, power: float, stair: boo
     warmup=Range(0, 100, label="warm-up, steps"),
     step=Range(0, STEPS - 1, hidden=True),
 )
-def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False, warmup=0, step=30) -> None:
+def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False, warmup=0, step=40) -> None:
     """Five schedules with the same numbers. Numbers: `curves`, name -> (200,) learning rates."""
     found = schedules_of(rate, factor, span, power, stair, warmup)
     curves = {name: schedule(torch.arange(STEPS)).numpy() for name, schedule in found.items()}
@@ -70,8 +70,8 @@ def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False,
     columns: dict[str, Any] = {f"c{i}": c for i, c in enumerate(curves.values())}
     told = ", ".join(f"{name} {{c{i}}}" for i, name in enumerate(curves))
     see.say(
-        f"Learning rates at step {{at}}, with learning_rate {rate:.3g}, decay_rate {factor:.3g}, decay_steps {span} and "
-        f"power {power:.3g}: {told}.",
+        f"Learning rates at step {{at}}, with learning_rate {rate:.3g}, decay_rate {factor:.3g}, decay_steps {span} "
+        f"and power {power:.3g}: {told}.",
         at=np.arange(STEPS), **columns, curves=curves,
     )  # fmt: skip
 
