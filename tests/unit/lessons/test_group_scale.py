@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from mpkit.boost import GroupLossScaleManager
-from mpkit.formats import FP32
+from mpkit.formats import E5M2, FP32
 from mpkit.lessons.failure import sigmoids
 from mpkit.lessons.group_scale import FORMATS, WAYS, batches, gradient_trace, group_scale, replayed
-from mpkit.rounding import quantize
+from mpkit.rounding import quantize, round_to
 from mpkit.view.words import words
 
 WORDS = words("group_scale")
@@ -82,7 +82,13 @@ def test_what_the_lesson_says():
 
 def test_answers_a_second_way():
     asked = {name: q["truth"] for name, q in WORDS["question"].items()}
-    assert asked == {"marker": 1024 / 16, "input": 16 / 1 * (1 / 1024), "two": 1024 / 2}
+    left = {depth: group_scale(fmt="float16", depth=depth).numbers["survive_one"][-1, 0] for depth in range(1, 6)}
+    half = min(depth for depth, share in left.items() if share < 0.5)
+    assert asked == {"half": half, "marker": 1024 / 16, "input": 16 / 1 * (1 / 1024), "two": 1024 / 2}
+    assert left[3] > 0.8
+    assert left[4] == pytest.approx(1 / 8, abs=0.02)
+    assert left[5] == 0
     assert WORDS["predict"]["fate"]["right"] == "b"
-    for (gradient, scales, i, j), handed in WORDS["task"]["cases"]:
-        assert handed == gradient * scales[i] / scales[j]
+    for (largest, smallest), fits in WORDS["task"]["cases"]:
+        both = [torch.tensor([largest, smallest]).double() * 2.0**k for k in range(-40, 100)]
+        assert fits == any(float(pair[0]) <= E5M2.max and float(round_to(pair, E5M2)[1]) != 0 for pair in both)
