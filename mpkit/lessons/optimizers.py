@@ -61,12 +61,12 @@ def _shown(sizes: Tensor) -> np.ndarray:
 
 
 @view(
-    state=Choice({name: name for name in FORMATS}, "state kept in"),
+    state=Choice({name: name for name in FORMATS}, "computed in"),
     eps=Range(-12, -1, label="eps, 10 to the"),
     gradient=Range(-26, 16, label="gradient, 2 to the"),
 )
 def adam_state(see: Sheet, state="float16", eps=-8, gradient=-10) -> None:
-    """The size of Adam's first step over the size of the gradient, with its state and eps in a narrow format.
+    """The size of Adam's first step over the size of the gradient, all of it computed in a narrow format.
 
     Numbers: `gradients`, and `narrow` and `wide`, steps in learning rates; all over the powers of two of the axis.
     """
@@ -80,8 +80,8 @@ def adam_state(see: Sheet, state="float16", eps=-8, gradient=-10) -> None:
     title = "Adam's first step over the gradient"
     panel = see.panel(title=title, x=log2("size of the gradient", -26, 16, 6), y=y)
     x, own = EXPONENTS.numpy(), _shown(narrow.size)
-    panel.line(_shown(wide.size), x, "reference", dash="--", label="float32", tag=True)
-    panel.line(own, x, "own", width=2.4, label="chosen format", ghost=True)
+    panel.line(own, x, "own", width=4, label="chosen format", ghost=True)
+    panel.line(_shown(wide.size), x, "reference", width=1.4, dash="--", label="float32", tag=True)
     for where, color, label, word in (
         (narrow.size == 0, "zero", "no step: 0", "0"),
         (~narrow.size.isfinite(), "overflow", "inf or NaN", "not finite"),
@@ -132,7 +132,7 @@ def train_with_state(fmt: FloatFormat, eps: float, steps: int = 120) -> dict[str
                 round_to(moment, fmt, out=moment)
     tests, truth = digits("test", size=8)
     right = float((network(tests.flatten(1)).argmax(1) == truth).float().mean())
-    stored = optimizer.param_groups[0]["eps"]
+    stored = f"{optimizer.param_groups[0]['eps']:.4g}"
     return {"state": fmt.name, "eps": eps, "stored eps": stored, "last loss": loss.item(), "accuracy": right}
 
 
@@ -174,9 +174,9 @@ def loss_scale(see: Sheet, optimizer="SGD", sens=10, scale=10, decay=0.0) -> Non
     y: dict[str, Any] = {"label": "loss, nats", "lo": low, "hi": top + 0.2, "ticks": ticks, "format": "log10"}
     panel = see.panel(title="loss under two loss scales", x=linear("step", 0, len(losses) - 1, 8), y=y)
     same = np.log10(np.clip(agreed, 10.0**low, 10.0**top))
-    panel.line(same, color="reference", dash="--", label="sens = loss_scale", tag=True)
     own = np.where(bad, np.nan, np.log10(np.clip(np.nan_to_num(losses, nan=1.0), 10.0**low, 10.0**top)))
-    panel.line(own, color="own", width=2.2, label="chosen", tag=True)
+    panel.line(own, color="own", width=4, label="chosen", tag=True)
+    panel.line(same, color="reference", width=1.4, dash="--", label="sens = loss_scale", tag=True)
     if bad.any():
         look = {"glyph": "x", "label": "inf or NaN", "told": "not finite"}
         panel.points([top] * int(bad.sum()), np.flatnonzero(bad), "overflow", **look)
