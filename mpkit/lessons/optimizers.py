@@ -81,7 +81,7 @@ def adam_state(see: Sheet, state="float16", eps=-8, gradient=-10) -> None:
     panel = see.panel(title=title, x=log2("size of the gradient", -26, 16, 6), y=y)
     x, own = EXPONENTS.numpy(), _shown(narrow.size)
     panel.line(own, x, "own", width=4, label="chosen format", ghost=True)
-    panel.line(_shown(wide.size), x, "reference", width=1.4, dash="--", label="float32", tag=True)
+    panel.line(_shown(wide.size), x, "reference", width=2.2, dash="--", label="float32", tag=True)
     for where, color, label, word in (
         (narrow.size == 0, "zero", "no step: 0", "0"),
         (~narrow.size.isfinite(), "overflow", "inf or NaN", "not finite"),
@@ -176,7 +176,7 @@ def loss_scale(see: Sheet, optimizer="SGD", sens=10, scale=10, decay=0.0) -> Non
     same = np.log10(np.clip(agreed, 10.0**low, 10.0**top))
     own = np.where(bad, np.nan, np.log10(np.clip(np.nan_to_num(losses, nan=1.0), 10.0**low, 10.0**top)))
     panel.line(own, color="own", width=4, label="chosen", tag=True)
-    panel.line(same, color="reference", width=1.4, dash="--", label="sens = loss_scale", tag=True)
+    panel.line(same, color="reference", width=2.2, dash="--", label="sens = loss_scale", tag=True)
     if bad.any():
         look = {"glyph": "x", "label": "inf or NaN", "told": "not finite"}
         panel.points([top] * int(bad.sum()), np.flatnonzero(bad), "overflow", **look)
