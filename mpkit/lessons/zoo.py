@@ -114,7 +114,8 @@ def _every_rule(see: Sheet, beside: str, scales: Any, bad: Any, ceiling: Any, do
         used = exponents(scales[:, i], low, high)
         panel.line(used, color=color, step="mid", show="upto", label=ZOO[i] if tag else None, tag=tag, **look)
         skips = np.flatnonzero(bad[:, i])
-        panel.crosses(used, skips, "skipped step", since=skips, size=size, show="upto")
+        told = (f"skipped by {ZOO[i]}", color) if tag else ("", "overflow")  # a small picture has one line
+        panel.crosses(used, skips, *told, since=skips, size=size, show="upto")
         if raised[i] >= 0:
             look = {"since": [int(raised[i])], "show": "upto", "label": "the rule raises an error"}
             panel.points(exponents(done.final[i : i + 1], low, high), [int(raised[i])], "ink", size=4, **look)
