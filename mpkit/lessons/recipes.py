@@ -196,11 +196,13 @@ def trained(see: Sheet, recipe="mxfp4", step=50) -> None:
     side = see.panel(0, 1, title="flushed to zero", x=x, y=names(list(shares), down=True, bare=False))
     side.bars(lost, axis="y", fill="zero", label="flushed to zero, %", quiet=True)
 
+    most = max(shares, key=lambda name: shares[name][1])
     see.say(
         f"{recipe}: its loss differs from that of float32 with the same seed, after the training by {gap.min():+.3f} "
         f"to {gap.max():+.3f} (mean of four batches), and in step {there} by {now.min():+.3f} to {now.max():+.3f}, on "
         f"average by {now.mean():+.3f} (the batch of that step). The seeds of float32 themselves differ by "
-        f"{{spread:.3f}} after the training, and by {{spread_now:.3f}} in step {there}.",
+        f"{{spread:.3f}} after the training, and by {{spread_now:.3f}} in step {there}. The most zeros: {most}, "
+        f"{percent(shares[most][1])}.",
         own=own, plain=plain, gap=gap, gap_now=now, spread=float(np.ptp(data["end"][0])),
         spread_now=float(np.ptp(plain[:, at])), shares=shares,
     )  # fmt: skip
