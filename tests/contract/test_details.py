@@ -11,6 +11,7 @@ from mpkit.blocks import MXFP8_E4M3, quantize_blocks
 from mpkit.boost import GroupLossScaleManager
 from mpkit.formats import E4M3FN, E5M2, FP16, get_format
 from mpkit.optimizers import SGD
+from mpkit.policies import preset
 from mpkit.record import Recorder
 from mpkit.replay import flushed
 
@@ -78,3 +79,10 @@ def test_a_recorder_keeps_gradients_as_they_are_without_the_scale(scale):
     assert trace.scale.tolist() == [scale]
     assert trace.gradients.largest.tolist() == [[0.75]]
     assert trace.grad_norm.tolist() == [0.75]
+
+
+def test_the_defaults_of_mpkits_own_policy():
+    own = preset("mpkit")
+    found = own.init_scale, own.growth_factor, own.backoff_factor, own.growth_interval, own.min_scale, own.max_scale
+    assert found == (2.0**16, 2.0, 0.5, 2000, 2.0**-14, 2.0**24)
+    assert own.raise_at_min
