@@ -236,7 +236,7 @@ def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
         panel.line(exponents(values, low, high), label=named, tag=True, every=2, **look | {"color": color})
     panel.handle("x", "exponent", exponent, 0, 20, "loss scale, 2 to the")
     panel.handle("y", "max_norm", asked, -6, 2, "clip to the norm, 2 to the", log2=True, step=0.5, cross=19.4)
-    panel.text("the norm asked for", 19.4, asked, anchor="end", dy=-14, color="own", halo=True)
+    panel.text("asked for", 19.4, asked, anchor="end", dy=-14, color="own", halo=True)
     seen = [f"{norms[o][exponent]:.3g}" for o in ORDERS]
     see.say(
         f"The scale is 2^{exponent}, with {parts} micro-batch{'es' if parts > 1 else ''} and clipping to the norm "

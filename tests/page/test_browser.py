@@ -86,7 +86,11 @@ GOES = {  # how a kernel goes
 }
 
 
-@pytest.mark.parametrize("how", GOES)
+# a kernel that ends or dies is waited for by JupyterLab, on a busy machine without an end: by hand
+BY_HAND = pytest.mark.skipif(not os.environ.get("MPKIT_GONE"), reason="can wait for ever: MPKIT_GONE=1 tries it")
+
+
+@pytest.mark.parametrize("how", ["restarted", *(pytest.param(how, marks=BY_HAND) for how in ("ended", "killed"))])
 def test_a_view_whose_kernel_has_gone_says_so_and_still_plays(lab, context, how):
     written(lab, "gone.ipynb", ONE)
     opened = Page(lab, context, "gone.ipynb")

@@ -114,7 +114,7 @@ def test_the_command_is_installed_and_tells_what_there_is(installed):
     scripts, folder, environment = installed
     said = done([scripts / "mpkit", "info"], folder, env=environment)
     assert f"mpkit     {mpkit.__version__} in {scripts.parent}" in said
-    assert "lab       complete" in said
+    assert "nothing that lessons need" in said
     assert f"digits, {len(list(ROOT.glob('data/traces/*.npz')))} traces" in said
 
 

@@ -72,6 +72,7 @@ def test_every_try_is_taken_and_changes_the_picture(maker):
     for number, attempt in enumerate(view.tries):
         view.attempt(number)
         assert whole(view) != before, attempt["say"]
+        before = whole(view)  # a try may be the opening of the function where a lesson opens it otherwise
 
 
 @each_view
