@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Mapping, Set, ValuesView
 from fractions import Fraction
 from typing import Any
 
-from mpkit.view.words import FLOAT32_MAX
-
 _RAISED = "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹"
-_DECIMAL = r"(\d+(?:\.\d+)?)"
-_EXPONENT = r"([+-]?\d{1,4}|\([+-]?\d{1,4}\)|\{[+-]?\d{1,4}\})"
 _PLAIN = str.maketrans(_RAISED + "−", "-+0123456789-")
-_POWER = re.compile(rf"\s*([+-]?)\s*(?:{_DECIMAL}\s*[·×x*]\s*)?{_DECIMAL}\s*(?:\^|\*\*)\s*{_EXPONENT}\s*")
+_DECIMAL = r"(\d+(?:\.\d+)?)"
+_POWER = re.compile(rf"([+-]?)\s*(?:{_DECIMAL}\s*[·×x*]\s*)?{_DECIMAL}\s*(?:\^|\*\*)\s*[({{]?([+-]?\d{{1,4}})[)}}]?")
 
 
 def read_number(text: str) -> float:
@@ -28,40 +24,16 @@ def read_number(text: str) -> float:
     >>> read_number("2^-14"), read_number("2⁻¹⁴"), read_number("1/3")
     (6.103515625e-05, 6.103515625e-05, 0.3333333333333333)
     """
-    return read_exactly(text)[0]
-
-
-def read_exactly(text: str) -> tuple[float, Fraction]:
-    """(the nearest float, the number itself); 0 beside what is written inf or NaN. Raises ValueError as `read_number`.
-
-    >>> read_exactly("1e-400")[0], read_exactly("0.1")[1]
-    (0.0, Fraction(1, 10))
-    """
     shown = re.sub(f"([{_RAISED}]+)", r"^\1", text).translate(_PLAIN).strip()
-    power = _POWER.fullmatch(shown)
     try:
-        if power:
-            exact = Fraction(power[1] + (power[2] or "1")) * Fraction(power[3]) ** int(power[4].strip("(){}"))
-        elif re.search("e[+-]?[0-9]{5}", shown, re.I):
-            raise ValueError("computing it would take minutes")
-        elif not re.search("[0-9]", shown):
-            return float(shown), Fraction(0)  # inf or NaN
-        else:
-            exact = Fraction(shown)
+        if power := _POWER.fullmatch(shown):
+            sign, times, base, exponent = power.groups()
+            return float(Fraction(sign + (times or "1")) * Fraction(base) ** int(exponent))
+        return float(Fraction(shown)) if "/" in shown else float(shown)
+    except OverflowError:  # float() of a fraction refuses what lies beyond the largest
+        return -math.inf if shown.startswith("-") else math.inf
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"write a number such as 0.1, 1e-5, 1/3 or 2^-14, got {text!r}") from None
-    near = math.copysign(nearest(exact), -1 if shown.startswith("-") else 1)
-    if repr(near) == shown and abs(near) <= FLOAT32_MAX and near == struct.unpack("f", struct.pack("f", near))[0]:
-        return near, Fraction(near)  # what the bits print stands for their value
-    return near, exact
-
-
-def nearest(exact: Fraction) -> float:
-    """The nearest float; float() itself refuses what lies beyond the largest."""
-    try:
-        return float(exact)
-    except OverflowError:
-        return math.inf if exact > 0 else -math.inf
 
 
 def plain(value: object) -> Any:
@@ -81,9 +53,9 @@ def alone(value: object, wanted: object) -> Any:
 
 def precision(value: object, rel: float) -> float:
     """How near an answer has to come: less near if it holds float32, of some dozen roundings."""
-    if isinstance(value, list | tuple):
-        return max([rel, *(precision(part, rel) for part in value)])
-    return max(rel, 1e-5) if str(getattr(value, "dtype", "")).endswith("float32") else rel
+    parts = value if isinstance(value, list | tuple) else [value]
+    single = any(str(getattr(part, "dtype", "")).endswith("float32") for part in parts)
+    return max(rel, 1e-5) if single else rel
 
 
 def number(value: Any) -> float | None:
@@ -113,11 +85,9 @@ def read(given: object, truth: Any) -> Any:
     value = alone(given, truth)
     if isinstance(truth, list) and isinstance(value, str):
         parts = [part for part in re.findall(r"[\w.]+", value) if part != "and"]
-        value = parts if len(truth) > 1 else [value.strip(" []()")]  # one may hold a comma
-    pairs = [list(pair) for pair in value.items()] if isinstance(value, Mapping) else value
-    if _is_names(truth) and isinstance(pairs, list) and pairs:
-        named = all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in pairs)
-        value = [one for one, mark in pairs if mark is not False] if named else value
+        return parts if len(truth) > 1 else [value.strip(" []()")]  # one may hold a comma
+    if _is_names(truth) and isinstance(value, Mapping):
+        return [key for key, mark in value.items() if mark is not False]
     return value
 
 
@@ -147,18 +117,17 @@ def aside(value: object, truth: object, rel: float) -> str:
 
     Of verdicts, a list of True and False, it says how many are right.
     """
-    if isinstance(truth, bool):
-        return "" if name(value) in ("true", "false") else f"True or False is asked for, got {value!r:.60}. "
-    if isinstance(truth, str):
-        more = isinstance(value, str) and len(value.split()) > len(truth.split())
-        return f"Only the word itself is asked for, got {value!r:.60}. " if more else ""
+    kinds = {  # of the truth -> does the answer fit, what is asked for
+        bool: (name(value) in ("true", "false"), "True or False is"),
+        str: (len(str(value).split()) <= len(str(truth).split()), "Only the word itself is"),
+        list: (isinstance(value, list), 'A list, such as [1, 2] or ["a", "b"], is'),
+    }
+    fits, asked = kinds.get(type(truth), (number(value) is not None, "A number, such as 0.1, 1e-5, 1/3 or 2^-14, is"))
+    if not fits:
+        return f"{asked} asked for, got {value!r:.60}. "
     if isinstance(truth, list) and isinstance(value, list) and truth and len(value) == len(truth):
         right = sum(same(a, b, rel) for a, b in zip(value, truth))
         return f"{right} of {len(truth)} are right. " if all(isinstance(part, bool) for part in truth) else ""
-    if isinstance(truth, list) and not isinstance(value, list):
-        return f'A list is asked for, such as [1, 2] or ["a", "b"], got {value!r:.60}. '
-    if isinstance(truth, int | float) and number(value) is None:
-        return f"A number is asked for, such as 0.1, 1e-5, 1/3 or 2^-14, got {value!r:.60}. "
     if isinstance(truth, float) and 0 < truth < 1 and same(value, 100 * truth, rel):
         return f"If that is meant in percent, its sign is missing: write '{number(value):g} %' in quotes. "
     return ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from anywidget import AnyWidget
+from ipywidgets import VBox, Widget
 from traitlets import Bytes, Dict, Int, List, Unicode
 
 from mpkit.view import ahead
@@ -50,6 +51,20 @@ def show(view: Any) -> None:
     kind = "application/vnd.jupyter.widget-view+json"
     for bundle in (static_bundle(view.png(), repr(view)), {kind: data[kind]}):
         display(bundle, metadata=metadata if kind in bundle else {}, raw=True)
+
+
+class Stored(VBox):
+    """Widgets whose form on a page without a kernel is a text."""
+
+    def __init__(self, text: str, *children: Widget) -> None:
+        self.text = text
+        super().__init__(children)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_mimebundle_(self, **kwargs: object) -> Any:  # ipywidgets cuts the text off after 110 characters
+        return super()._repr_mimebundle_(**kwargs) | {"text/plain": self.text}
 
 
 class Page(AnyWidget):

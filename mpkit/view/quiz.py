@@ -8,7 +8,7 @@
     ]                             hints = [[15, "..."]]        rel = 1e-9
 
 A topic of several lessons has `[tasks.NAME]`. {linear = [16, 48]} in a case is a linear layer of these sizes.
-The wrong answer of a hint is a value, or {above = , below = } for numbers, or {more_than = } or {fewer_than = } items.
+The wrong answer of a hint is a value, or {above = , below = } for numbers, and for how many there are in a list.
 Each truth is computed a second way in `tests/unit/lessons/test_<topic>.py`.
 """
 
@@ -21,18 +21,57 @@ from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
+from torch import nn
+
 from mpkit.view.answers import alone, aside, number, plain, precision, read, same
 from mpkit.view.words import topics, words
 
 
 def predict(topic: str, name: str) -> Any:
-    """A widget that asks for a prediction, and tells the truth to whoever has made one.
+    """A widget with a button for every answer; the first press is the prediction, further ones tell of the others.
+
+    Stored on a page it is the question and its answers: what is right is said to nobody who has not pressed.
 
     Raises:  ValueError for a topic or prediction that does not exist.
     """
-    from mpkit.view.commit import Commit
+    from ipywidgets import HTML, Button
 
-    return Commit(_of(topic, "predict", name))
+    from mpkit.view.page import Stored
+
+    asked, status, pressed = _of(topic, "predict", name), HTML(), list[str]()
+    answers = {letter: f"({letter}) {text}" for letter, (text, _) in zip("abcdefgh", asked["choices"])}
+    layout = {"width": "auto", "max_width": "860px", "height": "auto"}
+    buttons = {letter: Button(description=text, layout=layout) for letter, text in answers.items()}
+
+    def press(letter: str) -> None:
+        pressed.append(letter)
+        buttons[pressed[0]].add_class("mpk-chosen")
+        status.value = f'<div role="status">{escape(told(asked, pressed[0], letter))}</div>'
+
+    for letter, button in buttons.items():
+        button.add_class("mpk-choice")
+        button.on_click(lambda _, letter=letter: press(letter))
+    prompt = HTML(f"<style>{_CHOICES}</style><b>Predict.</b> {escape(asked['ask'])}")
+    text = "\n  ".join([f"Predict: {asked['ask']}", *answers.values()])
+    return Stored(text, prompt, *buttons.values(), status)
+
+
+# long answers take two lines; the chosen one is framed, as JupyterLab's own colours for it are too pale for their words
+_CHOICES = (
+    ".mpk-choice { white-space: normal; line-height: 1.5; padding: 4px 12px; text-align: left; }"
+    ".mpk-chosen { font-weight: 600; box-shadow: inset 0 0 0 2px currentColor; }"
+)
+
+
+def told(prediction: Mapping[str, Any], first: str, now: str) -> str:
+    """What is said when `now` was chosen, and `first` was the first choice of all: the truth, to whoever predicted."""
+    right = prediction["right"]
+    tells = {letter: word for letter, (_, word) in zip("abcdefgh", prediction["choices"])}
+    if now != first:
+        return f"Your prediction was ({first}). Of ({now}): {'right. ' if now == right else ''}{tells[now]}"
+    if now == right:
+        return f"You predicted ({now}), and so it is. {tells[now]}"
+    return f"You predicted ({now}). {tells[now]} It is ({right}). {tells[right]}"
 
 
 def answer(topic: str, name: str, value: object = None) -> None:
@@ -56,15 +95,12 @@ def judge(topic: str, function: Callable[..., Any], name: str = "") -> None:
 
 
 def _of(topic: str, kind: str, name: str = "") -> dict[str, Any]:
-    found = words(topic)
+    entries = words(topic).get(kind, {})
+    found = entries.get(name) if name else entries
     if not found:
-        raise ValueError(f"there is no topic {topic!r} with words; topics are {', '.join(topics())}")
-    entries = found.get(kind, {})
-    if name and name not in entries:
-        raise ValueError(f"{topic} has the {kind}s {', '.join(entries)}, got {name!r}")
-    if not entries:
-        raise ValueError(f"{topic} has no {kind}")
-    return entries[name] if name else entries
+        there = f"{topic} has the {kind}s {', '.join(entries)}" if entries else f"topics are {', '.join(topics())}"
+        raise ValueError(f"there is no {kind} {name!r} of {topic!r}; {there}")
+    return found
 
 
 def verdict(topic: str, name: str, value: object = None) -> tuple[bool | None, str]:
@@ -86,17 +122,14 @@ def _meant(given: Any, wrong: Any, rel: float) -> bool:
     """Whether an answer is the wrong one that a hint is for."""
     if not isinstance(wrong, Mapping):
         return same(given, wrong, rel)
-    if {"more_than", "fewer_than"} & wrong.keys():
-        many = len(given) if isinstance(given, list | tuple) else -1
-        return many >= 0 and wrong.get("more_than", -1) < many < wrong.get("fewer_than", math.inf)
-    found = number(given)
+    found = len(given) if isinstance(given, list) else number(given)
     return found is not None and wrong.get("above", -math.inf) < found < wrong.get("below", math.inf)
 
 
 def judged(task: Mapping[str, Any], function: Callable[..., Any]) -> tuple[bool | None, str]:
     """(right or wrong or None while nothing is written, the sentence) for a function on all cases of a task."""
     for k, (given, expected) in enumerate(task["cases"]):
-        arguments = [_layer(one) for one in given]
+        arguments = [nn.Linear(*one["linear"]) if isinstance(one, Mapping) else one for one in given]
         call = f"{getattr(function, '__name__', 'it')}({', '.join(map(_shown, arguments))})"
         try:
             found = function(*copy.deepcopy(arguments))
@@ -111,15 +144,6 @@ def judged(task: Mapping[str, Any], function: Callable[..., Any]) -> tuple[bool 
             none = ", as a function without return does" if got is None else ""
             return False, f"Not yet. {call} must give {both[0]}, and gave {both[1]}{none}. {task['hint']}"
     return True, f"Right, in all {len(task['cases'])} cases. {task['right']}"
-
-
-def _layer(given: Any) -> Any:
-    """The linear layer that {linear = [inputs, outputs]} stands for; anything else as it is."""
-    if not isinstance(given, Mapping) or "linear" not in given:
-        return given
-    from torch import nn  # heavy, and for one lesson's task alone
-
-    return nn.Linear(*given["linear"])
 
 
 def _unwritten(function: Callable[..., Any]) -> bool:
@@ -140,15 +164,10 @@ def on_screen(figures: object) -> Any:
 
     Returns a widget, so a cell ends with it, or calls IPython's `display` on it.
     """
-    import ipywidgets as w
+    from ipywidgets import HTML
 
-    class OnScreen(w.HTML):
-        """HTML whose stored form is a sentence."""
+    from mpkit.view.page import Stored
 
-        def __repr__(self) -> str:
-            return "Run this cell: the figures of your machine then stand here."
-
-    as_html = getattr(figures, "_repr_html_", None)
-    if as_html:  # a head without words, in the corner, would be read out as one
-        return OnScreen(as_html().replace("<th></th>", "<td></td>"))
-    return OnScreen(f"<pre>{escape(str(figures))}</pre>")
+    as_html = getattr(figures, "_repr_html_", None)  # of which a head without words, in the corner, would be read out
+    shown = as_html().replace("<th></th>", "<td></td>") if as_html else f"<pre>{escape(str(figures))}</pre>"
+    return Stored("Run this cell: the figures of your machine then stand here.", HTML(shown))

@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 import pictures  # noqa: E402  (the folder of this file)
 
 import mpkit  # noqa: E402
-from mpkit.view.commit import told  # noqa: E402
+from mpkit.view.quiz import told  # noqa: E402
 from mpkit.view.sheet import ROLES  # noqa: E402
 from mpkit.view.views import Maker, View  # noqa: E402
 from mpkit.view.words import words  # noqa: E402

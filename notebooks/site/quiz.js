@@ -35,15 +35,14 @@ function same(value, truth, rel) {
 }
 function meant(value, wrong, rel) { // whether an answer is the wrong one that a hint is for
 	if (wrong === null || typeof wrong !== "object" || Array.isArray(wrong)) return same(value, wrong, rel);
-	const found = numberOf(value), many = Array.isArray(value) ? value.length : NaN;
-	if ("more_than" in wrong || "fewer_than" in wrong) return (wrong.more_than ?? -1) < many && many < (wrong.fewer_than ?? Infinity);
+	const found = Array.isArray(value) ? value.length : numberOf(value);
 	return found !== null && (wrong.above ?? -Infinity) < found && found < (wrong.below ?? Infinity);
 }
 function verdict(text, { truth, right, hint, hints, rel }) {
 	const value = read(text, truth), isNumber = typeof truth === "number";
 	if (same(value, truth, rel)) return "Right. " + right;
 	for (const [wrong, told] of hints) if (meant(value, wrong, rel)) return "Not yet. " + told;
-	const aside = isNumber && numberOf(value) === null ? "A number is asked for, such as 0.1, 1e-5, 1/3 or 2^-14. " : typeof truth === "boolean" && !/^(true|false)$/.test(nameOf(value)) ? "True or False is asked for. " : "";
+	const aside = isNumber && numberOf(value) === null ? "A number, such as 0.1, 1e-5, 1/3 or 2^-14, is asked for. " : typeof truth === "boolean" && !/^(true|false)$/.test(nameOf(value)) ? "True or False is asked for. " : "";
 	return "Not yet. " + aside + hint;
 }
 function asked(form, known) {
