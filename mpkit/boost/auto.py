@@ -17,8 +17,8 @@ from mpkit.boost.adasum import AdaSumUpdate, adasum_enabled
 from mpkit.boost.config import FLAGS, LEVELS, SECTIONS, Config, Inactive
 from mpkit.boost.dim_reduce import DimReduce, prepare_pca
 from mpkit.boost.dim_reduce.descent import DimReduceUpdate
+from mpkit.boost.freeze_opt import need_unused
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
-from mpkit.boost.grad_freeze.update import need_unused
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, regroup
 from mpkit.optimizers.arguments import coming_rate, inner, need_plain_step, parameters_of

@@ -13,8 +13,7 @@ import numpy as np
 from mpkit import networks
 from mpkit.boost import AutoBoost, GradientFreeze, LessBN
 from mpkit.boost.config import MODES
-from mpkit.boost.grad_freeze import index_probabilities, stages_by_module
-from mpkit.boost.grad_freeze.strategy import full_steps
+from mpkit.boost.grad_freeze import full_steps, index_probabilities, stages_by_module
 from mpkit.data import data_dir
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Sheet, view

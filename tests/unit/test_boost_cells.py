@@ -23,7 +23,7 @@ from mpkit.boost import (
 from mpkit.boost.adasum import AdaSumUpdate
 from mpkit.boost.dim_reduce import WeightSnapshots
 from mpkit.boost.dim_reduce.descent import DimReduceUpdate
-from mpkit.boost.grad_freeze.update import Freeze
+from mpkit.boost.freeze_opt import Freeze
 from mpkit.model import Model
 from mpkit.scalers import DynamicLossScaleManager, DynamicLossScaleUpdateCell
 from mpkit.step import StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, build_train_network

@@ -58,7 +58,7 @@ def test_a_compiled_freezeopt_makes_graphs_for_its_groups_and_not_for_its_steps(
         step()
         eager.step()
         torch.testing.assert_close(params, twins, rtol=1e-6, atol=1e-7)
-    assert (compiled.step_index, compiled.steps) == (eager.step_index, eager.steps)
+    assert compiled.step_index == eager.step_index == 26
     assert 3 <= len(graphs) <= most
     torch.compiler.reset()
 

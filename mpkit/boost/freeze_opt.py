@@ -1,30 +1,31 @@
-"""An optimizer that updates only the trained layers of a step."""
+"""What freezes a step: an optimizer that updates only the trained layers, the update and the cells around it."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_kind, checked, is_whole
+from mpkit.arguments import Count, check_alike, check_count, check_kind, check_number, checked, is_whole
+from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_centralization import centralize_where_marked
-from mpkit.boost.grad_freeze.update import Freeze, FreezeHook
 from mpkit.boost.process import regroup, subset
 from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.optimizers.saved import check_state
-from mpkit.optimizers.wrapper import PATCHES, Wrapper
-from mpkit.step import Hook
-from mpkit.step.phases import skips_on_device
-from mpkit.step.update import Update
-
-COUNTS = ("step_index", "steps")
+from mpkit.optimizers.wrapper import Wrapper
+from mpkit.step import Hook, StepContext
+from mpkit.step.distributed import mean_
+from mpkit.step.phases import gradients_of, skips_on_device
+from mpkit.step.update import Update, Wrapped
 
 
 class FreezeOpt(Wrapper):
@@ -44,6 +45,7 @@ class FreezeOpt(Wrapper):
                                  with moments and step counter of its own; memory grows with the number of groups,
                                  schedules run late, and what is set in a group of `opt` later reaches no copy. Empty
                                  user groups are dropped.
+    State:   `step_index`, steps done or skipped, and the state of each optimizer; groups and strategy are given anew.
     Compile:  `torch.compile(opt.step)` makes a graph for each group, and breaks where the group is chosen.
     Raises:  TypeError if `opt` is no optimizer or its step needs a closure (LBFGS), the groups are no lists or the
              strategy is of another kind; ValueError for a strategy without groups, an element that is no int or not an
@@ -66,12 +68,25 @@ class FreezeOpt(Wrapper):
         super().__init__(opt)
         if train_parameter_groups is None and train_strategy is not None:
             raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
-        self.groups = _checked_groups(train_parameter_groups, opt)
-        self.strategy = _checked_strategy(train_strategy, len(self.groups))
-        self.step_index = 0  # the place in the strategy, or the index itself where there is none
-        self.steps = 0  # calls of `step`
         self._held = parameters_of(opt)  # what is added later is in no group, and trained on every step
+        self.groups = [self._held] if train_parameter_groups is None else self._parts_of(train_parameter_groups)
+        self.strategy = _checked_strategy(train_strategy, len(self.groups))
+        self.step_index = 0
         self.optimizers = self._copies(isinstance(train_strategy, Tensor)) if faithful else [opt]
+
+    def _parts_of(self, groups: Sequence[Any]) -> list[list[Tensor]]:
+        check_kind("train_parameter_groups", groups, (list, tuple), "a list of lists of parameters")
+        held, parts = {id(p) for p in self._held}, []
+        for i, group in enumerate(groups):
+            check_kind("each of train_parameter_groups", group, (list, tuple), "a list of parameters")
+            part = [p for item in group for p in (item.get("params", ()) if isinstance(item, dict) else [item])]
+            if not any(id(p) in held for p in part):
+                raise ValueError(
+                    f"group {i} of train_parameter_groups has no parameter of the optimizer, so its steps would train "
+                    "nothing; leave the group out"
+                )
+            parts.append(part)
+        return parts
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -87,23 +102,19 @@ class FreezeOpt(Wrapper):
     @property
     def index(self) -> int:
         """The freeze index of the coming step."""
-        return self.strategy[self.step_index] if self.strategy else self.step_index
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters of the wrapped optimizer, in its order."""
-        return parameters_of(self)
-
-    def trained(self, index: int | None = None) -> list[Tensor]:
-        """The parameters that a step of `index` (None: the coming step's) updates."""
-        still = {id(p) for p in self.still(index)}
-        return [p for p in self.parameters if id(p) not in still]
+        places = self.strategy or range(len(self.groups))
+        return places[self.step_index % len(places)]
 
     def still(self, index: int | None = None) -> list[Tensor]:
-        """Those that it does not update."""
+        """The parameters that a step of `index` (None: the coming step's) does not update."""
         members = {id(p) for p in self.groups[self.index if index is None else index]}
         frozen = {id(p) for p in self._held} - members
-        return [p for p in self.parameters if id(p) in frozen]
+        return [p for p in parameters_of(self) if id(p) in frozen]
+
+    def trained(self, index: int | None = None) -> list[Tensor]:
+        """Those that it updates."""
+        still = {id(p) for p in self.still(index)}
+        return [p for p in parameters_of(self) if id(p) not in still]
 
     @contextmanager
     def frozen(self, index: int | None = None) -> Iterator[None]:
@@ -127,9 +138,7 @@ class FreezeOpt(Wrapper):
 
     def evaluated(self, closure: Callable[[], Any] | None) -> Any:
         """What the closure of a step returns; what stands still needs no gradient there."""
-        if closure is None:
-            return None
-        with self.frozen():
+        with ExitStack() if closure is None else self.frozen():
             return super().evaluated(closure)
 
     # what torch.compile reads it compiles for, and the place in a strategy would be a graph for each place
@@ -138,37 +147,29 @@ class FreezeOpt(Wrapper):
         """Update the parameters of this step's group and go on to the next index; others keep weight and state."""
         self.step_group(self.index)
         self.advance()
-        self.steps += 1
 
     @torch.no_grad()
     def step_group(self, index: int) -> None:
         """Update the parameters of one group; the strategy stays where it is. Drops the other gradients."""
         for p in self.still(index):
             p.grad = None
-        opt = self.optimizers[index % len(self.optimizers)]
-        self.inside(opt)
+        self.inside(self.optimizers[index % len(self.optimizers)])
 
     def advance(self) -> None:
         """Go on to the next index without an update (a skipped step)."""
-        self.step_index = (self.step_index + 1) % len(self.strategy or self.groups)
+        self.step_index += 1
 
     # saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Place in the strategy, steps done, the strategy itself and the state of every optimizer."""
-        states = [opt.state_dict() for opt in self.optimizers]
-        place = {name: getattr(self, name) for name in COUNTS}
-        return {**place, "strategy": list(self.strategy), "optimizers": states}
+        """Steps gone by, and the state of every optimizer."""
+        return {"step_index": self.step_index, "optimizers": [opt.state_dict() for opt in self.optimizers]}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise TypeError or ValueError for a state that does not fit the groups and `faithful`."""
-        check_alike("the state of a FreezeOpt", state, dict.fromkeys((*COUNTS, "strategy", "optimizers")))
-        check_alike("optimizers", state["optimizers"], [None] * len(self.optimizers))
-        check_kind("strategy", state["strategy"], (list, tuple), "a list of group indices")
-        places = _checked_strategy(state["strategy"] or None, len(self.groups)) or self.groups
-        counts = [state[name] for name in COUNTS]
-        if not all(map(is_whole, counts)) or not 0 <= state["step_index"] < len(places):
-            raise ValueError(f"step_index must be a place of the strategy and steps a number of calls, got {counts}")
+        nothing = [None] * len(self.optimizers)
+        check_alike("the state of a FreezeOpt", state, {"step_index": 0, "optimizers": nothing})
+        check_count("step_index", state["step_index"], low=0)
         for opt, saved in zip(self.optimizers, state["optimizers"]):
             check_state(opt, saved)
 
@@ -177,8 +178,7 @@ class FreezeOpt(Wrapper):
         self.check_state(state_dict)
         for opt, saved in zip(self.optimizers, state_dict["optimizers"]):
             opt.load_state_dict(saved)
-        self.strategy = list(state_dict["strategy"])
-        self.step_index, self.steps = (state_dict[name] for name in COUNTS)
+        self.step_index = state_dict["step_index"]
 
     # what is faithful to MindSpore: an optimizer for each group
 
@@ -206,34 +206,12 @@ class FreezeOpt(Wrapper):
 
 def _copy_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     """A copy of `optimizer` for some of its parameters: same options, no state, the parameters themselves shared."""
-    own, result = inner(optimizer), object.__new__(type(optimizer))
+    own = inner(optimizer)
     memo: dict[int, Any] = {id(p): p for p in parameters_of(own)} | {id(own.state): defaultdict(dict)}
-    memo[id(optimizer)] = result
-    kept = {name: value for name, value in vars(optimizer).items() if name not in PATCHES}
-    vars(result).update({name: copy.deepcopy(value, memo) for name, value in kept.items()})
+    result = copy.deepcopy(optimizer, memo)
     regroup(inner(result), [subset(group, parameters) for group in inner(result).param_groups])
+    centralize_where_marked(inner(result))
     return result
-
-
-def _checked_groups(groups: object, opt: Optimizer) -> list[list[Tensor]]:
-    if groups is None:
-        return [parameters_of(opt)]
-    if not isinstance(groups, list | tuple) or not groups:
-        raise TypeError(f"train_parameter_groups must be a list of lists of parameters, got {groups!r:.60}")
-    held = {id(p) for p in parameters_of(opt)}
-    parts: list[list[Tensor]] = []
-    for i, group in enumerate(groups):
-        check_kind("each of train_parameter_groups", group, (list, tuple), "a list of parameters")
-        part = [p for item in group for p in (item.get("params", ()) if isinstance(item, dict) else [item])]
-        for p in part:
-            check_kind("each of a group of train_parameter_groups", p, Tensor, "a parameter, or a dict with 'params'")
-        if not any(id(p) in held for p in part):
-            raise ValueError(
-                f"group {i} of train_parameter_groups has no parameter of the optimizer, so its steps would train "
-                "nothing; leave the group out"
-            )
-        parts.append(part)
-    return parts
 
 
 def _checked_strategy(strategy: object, groups: int) -> list[int]:
@@ -241,12 +219,117 @@ def _checked_strategy(strategy: object, groups: int) -> list[int]:
         return []
     if isinstance(strategy, Tensor):
         if strategy.ndim != 1 or strategy.dtype != torch.int32:
-            raise ValueError(
-                f"a train_strategy tensor must be 1-D int32, got {strategy.dtype} of shape {tuple(strategy.shape)}"
-            )
+            shape = tuple(strategy.shape)
+            raise ValueError(f"a train_strategy tensor must be 1-D int32, got {strategy.dtype} of shape {shape}")
         strategy = strategy.tolist()
     if not isinstance(strategy, list | tuple):
         raise TypeError(f"train_strategy must be a list, a tuple or a tensor, got {type(strategy).__name__}")
     if not strategy or not all(is_whole(index) and 0 <= index < groups for index in strategy):
         raise ValueError(f"train_strategy must hold group indices 0..{groups - 1} as ints, got {strategy!r:.80}")
     return list(strategy)
+
+
+class FreezeHook(Hook):
+    """Switches gradients off for the forward and backward pass of any train cell."""
+
+    def __init__(self, optimizer: FreezeOpt) -> None:
+        self._optimizer, self._pass = optimizer, ExitStack()
+
+    def before_forward(self, ctx: StepContext) -> None:
+        self._pass.close()  # left over when the last pass ended in an exception
+        self._pass.enter_context(self._optimizer.frozen())
+
+    def after_backward(self, ctx: StepContext) -> None:
+        self._pass.close()
+
+    after_failure = after_backward
+
+
+class Freeze(Wrapped):
+    """Frozen layers have no gradients; a step that is skipped uses up its place in the strategy."""
+
+    what = "freezing"
+    refuses: ClassVar[Mapping[str, str]] = {
+        "freezing": "a layer can stand still once",
+        "dimension reduction": "it needs the gradient of every weight",
+    }
+
+    def __init__(self, inside: Update, optimizer: FreezeOpt) -> None:
+        super().__init__(inside)
+        self.freezing, self.hooks = optimizer, (*inside.hooks, optimizer.hook())
+
+    def attach(self, replica: DistributedDataParallel | None) -> None:
+        """Raises ValueError for a DistributedDataParallel that would wait for the gradients of frozen layers."""
+        need_unused(replica)
+        super().attach(replica)
+
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
+        """As inside, and on to the next place."""
+        before = self.freezing.step_index
+        self.inner.apply(ctx, found_inf)
+        if self.freezing.step_index == before:
+            self.freezing.advance()
+
+
+def need_unused(replica: DistributedDataParallel | None) -> None:
+    """Raise ValueError for a DistributedDataParallel that cannot freeze."""
+    if replica is not None and not replica.find_unused_parameters:
+        raise ValueError(
+            "on a frozen step DistributedDataParallel would wait for gradients that never come; make it with "
+            "find_unused_parameters=True, or leave it out: this cell averages the gradients itself"
+        )
+
+
+@checked
+def freeze_cell(
+    reducer_flag: bool,
+    network: nn.Module,
+    optimizer: FreezeOpt,
+    sens: Annotated[float, partial(check_number, low=-math.inf)],
+    grad: object,
+    use_grad_accumulation: bool,
+    mean: bool | None = None,
+    degree: Count | None = None,
+    max_accumulation_step: Count = 1,
+) -> tuple[FreezeTrainCell, ...]:
+    """One training cell per freeze group; cell i trains the parameters of group i.
+
+    Args:
+        reducer_flag:           sum gradients over the processes of torch.distributed before each update.
+        network:                returns the loss.
+        optimizer:              a `FreezeOpt`.
+        sens:                   the backward pass starts from this number; it is not divided out.
+        grad:                   unused: autograd needs no gradient function. Kept for the signature.
+        use_grad_accumulation:  each cell updates with the mean of `max_accumulation_step` of its calls.
+        mean, degree:           divide the sum by `degree` (None: the number of processes) when `mean`.
+    Raises:  TypeError if `optimizer` is no FreezeOpt or `sens` no number.
+    Source:  MindSpore boost.grad_freeze.freeze_cell.
+    """
+
+    steps = max_accumulation_step if use_grad_accumulation else 1
+    common = steps, reducer_flag, degree if mean else 1
+    return tuple(FreezeTrainCell(network, optimizer, i, sens, *common) for i in range(len(optimizer.groups)))
+
+
+class FreezeTrainCell(nn.Module):
+    """Forward, backward for one freeze group from `sens`, reduce, update; -> the loss. See `freeze_cell`."""
+
+    def __init__(
+        self, network: nn.Module, optimizer: FreezeOpt, index: int, sens: float, steps: int, reduces: bool, degree: Any
+    ) -> None:
+        super().__init__()
+        self.network, self.optimizer, self.index, self.sens = network, optimizer, index, sens
+        self.reduces, self.degree = reduces, degree
+        self.accumulation = GradientAccumulation(steps, optimizer, update=self._update)
+
+    def forward(self, *inputs: object) -> Tensor:
+        self.optimizer.zero_grad()
+        with self.optimizer.frozen(self.index):
+            loss = self.network(*inputs)
+            loss.backward(torch.full_like(loss, self.sens))
+        return self.accumulation(loss.detach())
+
+    def _update(self) -> None:
+        if self.reduces:
+            mean_(gradients_of(parameters_of(self.optimizer)), self.degree)
+        self.optimizer.step_group(self.index)

@@ -1,11 +1,15 @@
-"""Which layers stand still on which step: stages of a network, freeze groups, the sequence of their indices, costs."""
+"""Gradient freezing: which layers stand still on which step, and what that saves.
+
+A network is cut into stages, a freeze group is the tail of them that still trains, a strategy is a group for each step.
+"""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,27 +19,21 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import Count, Index, check_count, check_kind, check_number, checked
 from mpkit.boost.bn_rules import CONVOLUTIONS
-from mpkit.boost.grad_freeze.optimizer import FreezeOpt
+from mpkit.boost.freeze_opt import FreezeOpt, freeze_cell
 from mpkit.optimizers.arguments import parameters_of
 
-MOST_GROUPS = 2**20
+__all__ = ["FreezeOpt", "GradientFreeze", "expected_saving", "freeze_cell", "stage_costs"]
 
 
-def _groups(name: str, value: object) -> int:
-    if (groups := check_count(name, value)) > MOST_GROUPS:
-        raise ValueError(f"{name} must be at most {MOST_GROUPS}, got an int of {groups.bit_length()} bits")
-    return groups
-
-
-def _type(name: str, value: object) -> int:
+def check_type(name: str, value: object) -> int:
+    """Raise unless `value` is a kind of strategy."""
     if check_count(name, value, low=0) > 1:
         raise ValueError(f"{name} must be 0 (continuous) or 1 (interleaved), got {value!r}")
     return int(value)  # type: ignore[call-overload]
 
 
-Groups = Annotated[int, _groups]
-Type = Annotated[int, _type]
-Share = Annotated[float, partial(check_number, high=1.0 + 2.0**-52)]
+check_share = partial(check_number, high=1.0, closed_high=True)
+Share = Annotated[float, check_share]
 
 
 class GradientFreeze:
@@ -78,16 +76,15 @@ class GradientFreeze:
         faithful: bool = False,
         seed: Index = 0,
     ) -> None:
-        share = full_step_fraction if freeze_p is None else freeze_p
-        if share is None or None not in (freeze_p, full_step_fraction):
-            raise TypeError("give freeze_p or full_step_fraction (one of them): the share of steps without freezing")
-        if total_steps is None:
-            raise TypeError("GradientFreeze needs total_steps, the length of the strategy in steps")
+        shares = [share for share in (freeze_p, full_step_fraction) if share is not None]
+        if len(shares) != 1 or total_steps is None:
+            raise TypeError(
+                "GradientFreeze needs total_steps and the share of steps without freezing, as freeze_p or as "
+                "full_step_fraction (one of them)"
+            )
         if param_groups > 1:  # one group never freezes, and MindSpore takes any type for it
-            _type("freeze_type", freeze_type)
-        if seed >= 2**32 and faithful:
-            raise ValueError(f"the generator of faithful strategies takes seeds below 2**32, got {seed}")
-        self.param_groups, self.freeze_type, self.freeze_p = param_groups, freeze_type, share
+            check_type("freeze_type", freeze_type)
+        self.param_groups, self.freeze_type, self.freeze_p = param_groups, freeze_type, shares[0]
         self.total_steps, self.faithful, self.seed = total_steps, faithful, seed
 
     @checked
@@ -116,7 +113,7 @@ class GradientFreeze:
         Edges:   freeze_p = 1 never freezes; a step count of 0 gives [].
         """
         groups, length = parameter_groups_number, int(total_steps * 1.01) if self.faithful else total_steps
-        if groups <= 1 or (_type("freeze_type", freeze_strategy) == 0 and freeze_p == 1):
+        if groups <= 1 or (check_type("freeze_type", freeze_strategy) == 0 and freeze_p == 1):
             return [0] * length
         if freeze_strategy == 0:  # whole cycles of full steps and the indices 1..G-1
             cycle = [0] * full_steps(groups, freeze_p) + list(range(1, groups))
@@ -164,23 +161,16 @@ def _interleaved(groups: int, share: float, length: int, draw: Any) -> list[int]
 # --- stages
 
 
-@checked
 def stages_by_module(net: nn.Module) -> list[list[nn.Parameter]]:
     """The trainable parameters in definition order, cut before each module that holds a weight of two axes or more."""
-    stages: list[list[nn.Parameter]] = []
-    seen: set[int] = set()
-    closed = True  # the stage at the end has its weight, so another weight opens a new one
-    for module in net.modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
-        seen.update(map(id, own))
-        weighty = any(p.ndim >= 2 for p in own)
-        if own and (not stages or (weighty and closed)):
+    stages: list[list[nn.Parameter]] = [[]]
+    named = [(name.rpartition(".")[0], p) for name, p in net.named_parameters() if p.requires_grad]
+    for _, of_module in groupby(named, key=lambda pair: pair[0]):
+        own = [p for _, p in of_module]
+        if all(any(p.ndim >= 2 for p in part) for part in (own, stages[-1])):
             stages.append([])
-            closed = False
-        if own:
-            stages[-1] += own
-        closed = closed or weighty
-    return stages
+        stages[-1] += own
+    return [stage for stage in stages if stage]
 
 
 def stages_by_name(net: nn.Module) -> list[list[nn.Parameter]]:
@@ -197,16 +187,16 @@ def stages_by_name(net: nn.Module) -> list[list[nn.Parameter]]:
 # --- costs
 
 
-@checked
-def index_probabilities(groups: Groups, freeze_type: Type) -> list[float]:
+def index_probabilities(groups: int, freeze_type: int) -> list[float]:
     """P(v) of v = 1..G-1 on a frozen step: uniform for type 0, (G - v) / (G (G-1) / 2) for type 1."""
     odds = [1 if freeze_type == 0 else groups - v for v in range(1, groups)]
-    total = sum(odds)
-    return [each / total for each in odds]
+    return [each / sum(odds) for each in odds]
 
 
 @checked
-def expected_saving(costs: Sequence[float], groups: Groups, freeze_type: Type, full_step_fraction: Share) -> float:
+def expected_saving(
+    costs: Sequence[float], groups: Count, freeze_type: Annotated[int, check_type], full_step_fraction: Share
+) -> float:
     """Share of the backward work that freezing saves on average: S = (1-p) sum_v P(v) s_v.
 
     Args:
@@ -217,6 +207,8 @@ def expected_saving(costs: Sequence[float], groups: Groups, freeze_type: Type, f
     0.11
     """
     check_kind("costs", costs, (list, tuple), "a list of costs, one of each stage")
+    if groups > len(costs):
+        raise ValueError(f"need a stage for each group: groups must be at most {len(costs)}, the number of costs")
     total, stride = sum(check_number("each of costs", cost) for cost in costs), len(costs) // groups
     shares = [sum(costs[: v * stride]) / (total or 1.0) for v in range(1, groups)]  # nothing costs: nothing is saved
     return (1 - full_step_fraction) * sum(p * s for p, s in zip(index_probabilities(groups, freeze_type), shares))
@@ -231,8 +223,9 @@ def stage_costs(net: nn.Module, *inputs: object) -> list[float]:
     counted there. Only Linear and convolution layers count.
 
     Args:
-        inputs:  one forward pass is run on them, without gradients.
+        inputs:  one forward pass of a copy is run on them, without gradients.
     """
+    net = copy.deepcopy(net).eval()
     stages = stages_by_module(net)
     place = {id(p): i for i, stage in enumerate(stages) for p in stage}
     work = [0.0] * (len(stages) + 1)
@@ -241,14 +234,9 @@ def stage_costs(net: nn.Module, *inputs: object) -> list[float]:
         outputs = output.numel() / output.shape[0] / module.weight.shape[0]  # positions of one sample
         work[place[id(module.weight)]] += outputs * module.weight.numel()
 
-    layers = [m for m in net.modules() if isinstance(m, (nn.Linear, *CONVOLUTIONS)) and id(m.weight) in place]
-    handles = [layer.register_forward_hook(count) for layer in layers]
-    training = net.training
-    try:
-        with torch.no_grad():
-            net.eval()(*inputs)
-    finally:
-        net.train(training)
-        for handle in handles:
-            handle.remove()
+    for layer in net.modules():
+        if isinstance(layer, (nn.Linear, *CONVOLUTIONS)) and id(layer.weight) in place:
+            layer.register_forward_hook(count)
+    with torch.no_grad():
+        net(*inputs)
     return [weight + after for weight, after in pairwise(work)]
