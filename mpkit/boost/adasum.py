@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar, Literal
 
@@ -242,7 +242,7 @@ class AdaSumUpdate(Wrapped):
         trained: Any = tuple(parameters_of(inner.optimizer))
         self.adasum = AdaSum(rank, device_number, world // device_number, trained)
 
-    def reduce(self, parameters: Iterable[Tensor] | None = None) -> None:
+    def reduce(self) -> None:
         """Nothing: AdaSum averages in the node and merges between nodes."""
 
     def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:

@@ -18,6 +18,7 @@ from mpkit.boost.config import FLAGS, LEVELS, SECTIONS, Config, Inactive
 from mpkit.boost.dim_reduce import DimReduce, prepare_pca
 from mpkit.boost.dim_reduce.descent import DimReduceUpdate
 from mpkit.boost.freeze_opt import need_unused
+from mpkit.boost.grad_accumulation import Accumulate
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, regroup
@@ -168,8 +169,8 @@ class AutoBoost:
     def update_of(self, network: nn.Module, optimizer: Optimizer) -> Update:
         """The update that an optimizer and this configuration ask for; each algorithm stands around those before it.
 
-        Raises:  ValueError for an optimizer marked for DimReduce that comes from no AutoBoost, and for algorithms that
-                 do not go together.
+        Raises:  ValueError for an optimizer marked for DimReduce that comes from no AutoBoost, for algorithms that do
+                 not go together, and for a DistributedDataParallel that would wait for frozen layers.
         """
         update = Update(optimizer)
         if self.merges(optimizer):
@@ -183,18 +184,19 @@ class AutoBoost:
             options = {**{name: self.hyper[name] for name in names}, "alpha": alpha, "rank": rank, "rank_size": size}
             trained: list[Any] = list(parameters_of(optimizer))
             update = DimReduceUpdate(update, DimReduce(network, optimizer, trained, rows, **options))
-        return getattr(optimizer, "around", lambda inside: inside)(update)  # an optimizer may freeze
+        if hasattr(optimizer, "around"):  # it freezes
+            need_unused(averaging_wrapper(network))
+            update = optimizer.around(update)
+        parts = self.hyper["grad_accumulation_step"]
+        return Accumulate(update, parts) if "grad_accumulation" in self.active else update
 
-    def accumulating(self, accumulation_steps: int = 1, **options: Any) -> dict[str, Any]:
-        """The options of a train cell, with the accumulation that is asked for. Raises ValueError for two of them."""
-        if "grad_accumulation" not in self.active:
-            return {**options, "accumulation_steps": accumulation_steps}
-        if accumulation_steps != 1:
+    def need_one_accumulation(self, accumulation_steps: int = 1, **_: Any) -> None:
+        """Raise ValueError if a train cell that sums micro-batches is to sum them before they are accumulated here."""
+        if "grad_accumulation" in self.active and accumulation_steps != 1:
             raise ValueError(
                 f"grad_accumulation sums micro-batches already, so accumulation_steps must be 1, got "
                 f"{accumulation_steps}; give grad_accumulation_step their whole number"
             )
-        return {**options, "accumulation_steps": self.hyper["grad_accumulation_step"], "apart": True}
 
     def merges(self, optimizer: Optimizer) -> bool:
         """Whether AdaSum runs: it is asked for here, or by a mark, and 2, 4, 8, ... groups of processes train."""

@@ -16,7 +16,6 @@ from mpkit.boost.dim_reduce import DimReduce
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell
-from mpkit.step.engine import Step
 
 
 class _Boosted(TrainOneStepCell):
@@ -33,9 +32,9 @@ class _Boosted(TrainOneStepCell):
             setattr(self, name, next((part for part in held if part is not None), None))
 
     @property
-    def accumulation(self) -> Step | None:
-        """The step where it sums gradients apart, each checked by itself; None where the configuration does not."""
-        return self.step if self.step.apart else None
+    def accumulation(self) -> Any:
+        """The update that adds micro-gradients, each checked by itself; None where the configuration does not."""
+        return next((update for update in self.step.updates[0].chain() if update.what == "accumulation"), None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -107,7 +106,7 @@ class BoostTrainOneStepCell(_Boosted):
         **options: Any,
     ) -> None:
         maker = made_by(optimizer, boost)
-        options = maker.accumulating(**options)
+        maker.need_one_accumulation(**options)
         super().__init__(network, optimizer, sens, update=maker.update_of, **options)
         self._keep(maker)
         if maker.flags["loss_scale_group"]:
@@ -147,7 +146,7 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
     ) -> None:
         maker = made_by(optimizer, boost)
         maker.need_groups(scale_sense)
-        options = maker.accumulating(**options)
+        maker.need_one_accumulation(**options)
         super().__init__(network, optimizer, scale_sense, update=maker.update_of, **options)
         self.groups = self.step.scaling.groups
         self._keep(maker)

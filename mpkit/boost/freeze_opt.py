@@ -258,11 +258,6 @@ class Freeze(Wrapped):
         super().__init__(inside)
         self.freezing, self.hooks = optimizer, (*inside.hooks, optimizer.hook())
 
-    def attach(self, replica: DistributedDataParallel | None) -> None:
-        """Raises ValueError for a DistributedDataParallel that would wait for the gradients of frozen layers."""
-        need_unused(replica)
-        super().attach(replica)
-
     def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
         """As inside, and on to the next place."""
         before = self.freezing.step_index

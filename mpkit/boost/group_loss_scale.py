@@ -14,7 +14,8 @@ from mpkit.arguments import check_count, check_kind, check_number, checked
 from mpkit.policies import ScalePolicy
 from mpkit.policies.rule import in_float32
 from mpkit.scalers import LossScaleManager, Scale, all_finite, check_and_unscale_
-from mpkit.step import distributed
+from mpkit.scalers.tensor_scale import several_processes
+from mpkit.step.distributed import agree_
 from mpkit.step.scaling import Scaling
 
 SHRINK = 2.0**-0.5  # two overflows halve the scale
@@ -258,8 +259,8 @@ class GroupScaling(Scaling):
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide each group's gradients by its scale and move the scales of all."""
         manager = self.groups
-        if distributed.several_processes():  # an overflow that one process sees moves the scales of all alike
-            manager.passed.copy_(distributed.agree_((~manager.passed).float()) == 0)
+        if several_processes():  # an overflow that one process sees moves the scales of all alike
+            manager.passed.copy_(agree_((~manager.passed).float()) == 0)
         self.group_overflow = found = manager.unscale_and_update_()
         return found.any().float()
 

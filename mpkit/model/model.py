@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from mpkit.model.callbacks import Callback, RunContext
 from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
 from mpkit.model.loop import TrainingLoop
 from mpkit.model.metrics import Metric, metrics_from, places_of
-from mpkit.step import TrainOneStepCell, WithLossCell, build_train_network
+from mpkit.step import WithLossCell, build_train_network
 from mpkit.step.build import STEP_OPTIONS, AmpLevel, Float32Loss, widened
 from mpkit.step.phases import device_of
 
@@ -271,8 +272,6 @@ class Model:
         """
         state = load_whole(Path(path), device_of(self.train_network.parameters()))
         need_same_tensors(state["train_network"], self.train_network.state_dict(), path)
-        if isinstance(self.train_network, TrainOneStepCell):
-            self.train_network.check_extra_state(state["train_network"]["_extra_state"])
         progress = state["progress"] or {}
         if left_out := progress.get("unseen"):
             warnings.warn(
@@ -281,9 +280,12 @@ class Model:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if self.manager is not None and "manager" in state:
-            self.manager.load_state_dict(state["manager"])  # refuses before it changes, and nothing has changed yet
-        self.train_network.load_state_dict(state["train_network"])
+        if self.manager is not None:
+            twin = copy.deepcopy(self.manager)
+            twin.load_state_dict(state["manager"])  # refuses before anything is changed
+        self.train_network.load_state_dict(state["train_network"])  # what is no tensor first: it may be refused, too
+        if self.manager is not None:
+            self.manager.load_state_dict(state["manager"])
         self._resumed = map_tensors(Tensor.cpu, state["progress"])  # random states live on the host
 
     @contextmanager

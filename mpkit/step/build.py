@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -14,36 +14,32 @@ from mpkit.arguments import Count, check_flag, check_kind, checked
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.low import map_tensors
 from mpkit.casting.presets import MINDSPORE, Level, protect_children
-from mpkit.optimizers.arguments import parameters_of
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
-from mpkit.step.cells import (
-    Hooks,
-    Norm,
-    Trainer,
-    TrainOneStepCell,
-    TrainOneStepWithLossScaleCell,
-    WithLossCell,
-    check_clipped,
-)
+from mpkit.step.cells import Hooks, Norm, Trainer, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 
-OVERRIDES = ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager", "boost_config_dict")
 AmpLevel = Literal["O0", "O1", "O2", "O3", "auto"]
 STEP_OPTIONS = ("hooks", "clip_norm", "accumulation_steps")
 
 
-def _override(name: str, value: Any) -> Any:
-    if name not in OVERRIDES:
-        raise ValueError(f"unknown keyword {name!r}; there are {', '.join(OVERRIDES + STEP_OPTIONS)}")
-    if name == "cast_model_type" and value not in (torch.float16, torch.float32):
+def _dtype(name: str, value: Any) -> None:
+    if value not in (torch.float16, torch.float32):
         raise TypeError(
-            f"cast_model_type is torch.float16 or torch.float32, got {value!r}; for another format call "
+            f"{name} is torch.float16 or torch.float32, got {value!r}; for another format call "
             'auto_mixed_precision(network, level, dtype) yourself and build with level="O0"'
         )
-    if name == "keep_batchnorm_fp32":
-        check_flag(name, value)
-    if name == "loss_scale_manager":
-        check_kind(name, value, LossScaleManager, "a LossScaleManager such as DynamicLossScaleManager()", optional=True)
-    return value
+
+
+def _manager(name: str, value: Any) -> None:
+    check_kind(name, value, LossScaleManager, "a LossScaleManager such as DynamicLossScaleManager()", optional=True)
+
+
+OVERRIDES: dict[str, Callable[[str, Any], Any]] = {
+    "cast_model_type": _dtype,
+    "keep_batchnorm_fp32": check_flag,
+    "loss_scale_manager": _manager,
+    "boost_config_dict": lambda name, value: value,
+}
+"""What a level sets and a keyword overrides, each with its check."""
 
 
 class Float32Loss(WithLossCell):
@@ -89,25 +85,30 @@ def build_train_network(
     Source:  MindSpore 2.7 amp.build_train_network. There O2's default manager is one instance per process, and an
              update cell is refused on a CPU; mpkit makes a new manager each time and trains anywhere.
     """
+    if unknown := kwargs.keys() - OVERRIDES.keys():
+        raise ValueError(f"unknown keyword {min(unknown)!r}; there are {', '.join([*OVERRIDES, *STEP_OPTIONS])}")
+    for name, value in kwargs.items():
+        OVERRIDES[name](name, value)
     row = MINDSPORE[level]
-    given = {name: _override(name, value) for name, value in kwargs.items()}
-    keep = given.get("keep_batchnorm_fp32", bool(row.protected))
-    dtype = given.get("cast_model_type", row.dtype if row.overrides else torch.float32)
-    scaled = level == "O2" and "loss_scale_manager" not in given
-    manager = DynamicLossScaleManager() if scaled else given.get("loss_scale_manager")
-    boosted = _boost(boost_level, given.get("boost_config_dict"))
-    make = _train_cell(manager, boosted, clip_norm, parameters_of(optimizer))
-    if boosted is not None:
-        boosted.accumulating(accumulation_steps)
+    keep = kwargs.get("keep_batchnorm_fp32", bool(row.protected))
+    dtype = kwargs.get("cast_model_type", row.dtype if row.overrides else torch.float32)
+    scaled = level == "O2" and "loss_scale_manager" not in kwargs
+    manager = DynamicLossScaleManager() if scaled else kwargs.get("loss_scale_manager")
+    boosted = _boost(boost_level, kwargs.get("boost_config_dict"))
+    # at O0 the network keeps the level that it had already
+    wide = row.wide_loss or (level == "O0" and MINDSPORE.get(amp_level(network), row).wide_loss)
+    with_loss: Any = Float32Loss if wide else WithLossCell
+    kind = _train_cell(manager, boosted)
 
-    if boosted is not None:  # all that can be refused has been, unless the boost refuses the network
+    def cell_of(network: nn.Module, optimizer: Any) -> TrainOneStepCell:
+        whole = network if loss_fn is None else with_loss(network, loss_fn)
+        return kind(whole, optimizer, hooks=hooks, clip_norm=clip_norm, accumulation_steps=accumulation_steps)
+
+    cell = cell_of(network, optimizer)  # refuses what does not go together, before anything is changed
+    if boosted is not None:
         network, optimizer = boosted.network_auto_process_train(network, optimizer)
+        cell = cell_of(network, optimizer)
     _cast(network, row, dtype, keep)
-    if loss_fn is not None:
-        before = MINDSPORE.get(amp_level(network))  # the level that the network had already
-        wide = row.wide_loss or (before is not None and before.wide_loss)
-        network = (Float32Loss if wide else WithLossCell)(network, loss_fn)
-    cell = make(network, optimizer, hooks=hooks, clip_norm=clip_norm, accumulation_steps=accumulation_steps)
     return cell.train()
 
 
@@ -124,28 +125,17 @@ def _cast(network: nn.Module, level: Level, cast: torch.dtype, keep: bool) -> No
         auto_mixed_precision(network, level.name)
 
 
-def _train_cell(
-    manager: LossScaleManager | None, boosted: Any, clip_norm: float | None, parameters: Sequence[Tensor]
-) -> Callable[..., TrainOneStepCell]:
-    """What makes the cell of a network and its optimizer. Raises TypeError, ValueError if the manager does not fit."""
-    kinds: tuple[Any, Any] = TrainOneStepCell, TrainOneStepWithLossScaleCell
-    options: dict[str, Any] = {}
-    grouped = getattr(manager, "for_boost", False)
-    if boosted is not None or grouped:
-        kinds = mpkit.BoostTrainOneStepCell, mpkit.BoostTrainOneStepWithLossScaleCell
-        options = {"boost": boosted}
+def _train_cell(manager: LossScaleManager | None, boosted: Any) -> Callable[..., TrainOneStepCell]:
+    """What makes the cell of a network and its optimizer."""
+    plain: Any = TrainOneStepCell
+    scaled: Any = TrainOneStepWithLossScaleCell
+    if boosted is not None or getattr(manager, "for_boost", False):
+        plain = partial(mpkit.BoostTrainOneStepCell, boost=boosted)
+        scaled = partial(mpkit.BoostTrainOneStepWithLossScaleCell, boost=boosted)
     if manager is None:
-        return partial(kinds[0], **options)
-    update_cell: Any = manager.get_update_cell()
-    if update_cell is None:
-        sens = float(manager.get_loss_scale())
-        check_clipped(clip_norm, sens)
-        return partial(kinds[0], sens=sens, **options)
-    if boosted is not None:
-        boosted.need_groups(update_cell)
-    if grouped:
-        update_cell.covers(parameters)
-    return partial(kinds[1], scale_sense=update_cell, **options)
+        return plain
+    cell = manager.get_update_cell()
+    return partial(plain, sens=float(manager.get_loss_scale())) if cell is None else partial(scaled, scale_sense=cell)
 
 
 def _boost(level: str, config: dict[str, Any] | None) -> Any:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import Count, check_alike, check_count, check_function, check_kind, checked
+from mpkit.arguments import Count, check_alike, check_count, check_function, check_kind, check_number, checked
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.scalers import LossScaler, Scale
 from mpkit.step.engine import Step, uncompiled
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
-from mpkit.step.phases import check_norm, checked_loss, device_of
-from mpkit.step.scaling import Scaling, scaling_of, unscaled
+from mpkit.step.phases import checked_loss, device_of
+from mpkit.step.scaling import scaling_of, unscaled
 from mpkit.step.update import Update
 
 MakeUpdate = Callable[[nn.Module, Optimizer], Update]
@@ -40,7 +41,8 @@ def _hooks(name: str, value: Any) -> Sequence[Hook]:
 Trainer = Annotated[Optimizer, _trainer]
 """An optimizer that a step can run."""
 Hooks = Annotated[Sequence[Hook], _hooks]
-Norm = Annotated[float, check_norm]
+Norm = Annotated[float, partial(check_number, open_low=True, closed_high=True)]
+"""A number above 0; inf is a norm that clips nothing."""
 
 
 def plain_update(network: nn.Module, optimizer: Optimizer) -> Update:
@@ -84,8 +86,6 @@ class TrainOneStepCell(nn.Module):
                       for 16-bit parameters too, so k micro-batches of equal size give the gradient of the whole batch.
                       An error in a backward pass drops what was summed, since a part of that micro-batch is in it; the
                       next call begins anew.
-        apart:        MindSpore boost's order: each micro-batch is divided by its scale and checked before it is added;
-                      one that overflows is not counted, and an error in a pass loses that micro-batch alone.
         update:       makes the step's update from network and optimizer; the default runs the optimizer.
     Returns:  the unscaled loss, or `(loss, {parameter name: gradient})`; names are those in the network itself.
     Raises:   TypeError for another kind, ValueError for another range of an argument.
@@ -105,26 +105,21 @@ class TrainOneStepCell(nn.Module):
         hooks: Hooks = (),
         clip_norm: Norm | None = None,
         accumulation_steps: Count = 1,
-        apart: bool = False,
         update: MakeUpdate = plain_update,
     ) -> None:
-        check_clipped(clip_norm, sens)
-        scaling = unscaled(1.0 if sens is None else sens, device_of(network.parameters()))
-        options = {"parts": accumulation_steps, "apart": apart, "hooks": hooks, "clip_norm": clip_norm}
-        self._set_up(network, optimizer, scaling, update, **options)
-        self.return_grad = return_grad
-
-    def _set_up(
-        self, network: nn.Module, optimizer: Optimizer, scaling: Scaling, update: MakeUpdate, **options: Any
-    ) -> None:
-        """What every step has, with a scale or without."""
-        nn.Module.__init__(self)
+        if clip_norm is not None and sens not in (None, 1):
+            would = f"clip gradients that are still multiplied by sens={sens}, to clip_norm / sens"
+            raise ValueError(
+                f"clip_norm={clip_norm} would {would}; TrainOneStepWithLossScaleCell unscales before it clips"
+            )
+        super().__init__()
         uncompiled(TrainOneStepCell, "_run", "_differentiated")
-        self.network, self.optimizer = network, optimizer
-        self.return_grad = False
-        self.accumulation_steps = options["parts"]
+        self.network, self.optimizer, self.return_grad = network, optimizer, return_grad
+        self.accumulation_steps = accumulation_steps
         self.index = 0
-        self.step = Step([update(network, optimizer)], scaling, network=network, **options)
+        scaling = unscaled(1.0 if sens is None else sens, device_of(network.parameters()))
+        updates = [update(network, optimizer)]
+        self.step = Step(updates, scaling, accumulation_steps, network, hooks, clip_norm)
 
     @property
     def sens(self) -> Tensor:
@@ -134,18 +129,17 @@ class TrainOneStepCell(nn.Module):
     @property
     def hooks(self) -> list[Hook]:
         """What sees each phase, in order; those of boosts come last."""
-        return self.step.hooks
+        return self.step.hooks  # type: ignore[return-value]
 
     @property
     def pending(self) -> int:
         """Micro-batches that are summed and that no update has used."""
-        return self.step.pending
+        return self.step.pending + sum(part.pending for update in self.step.updates for part in update.chain())
 
     def forward(self, *inputs: object) -> Any:
-        if not self.return_grad:
-            return self._run(inputs).loss
-        kept: dict[str, Tensor] = {}
-        return self._run(inputs, kept).loss, kept
+        kept: dict[str, Tensor] | None = {} if self.return_grad else None
+        loss = self._run(inputs, kept).loss
+        return loss if kept is None else (loss, kept)
 
     def _run(self, inputs: tuple[Any, ...], kept: dict[str, Tensor] | None = None) -> StepOutcome:
         """One call; `kept` takes the gradients as they were before the update."""
@@ -158,13 +152,12 @@ class TrainOneStepCell(nn.Module):
         if kept is not None:
             named = self.network.named_parameters()
             kept.update({name.removeprefix("backbone."): p.grad.clone() for name, p in named if p.grad is not None})
-        if not step.due():
-            ctx.outcome = StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), step.scaling.shown())
-            return ctx.outcome
-        step.finish(ctx)
-        overflow = torch.zeros_like(loss, dtype=torch.bool) if ctx.overflow is None else ctx.overflow
+        due = step.due()
+        found = step.finish(ctx) if due else None
+        overflow = torch.zeros_like(loss, dtype=torch.bool) if found is None else found.bool()
         ctx.outcome = StepOutcome(loss, overflow, step.scaling.shown())
-        step.tell("after_update", ctx)
+        if due:
+            step.tell("after_update", ctx)
         return ctx.outcome
 
     def _differentiated(self, ctx: StepContext) -> Tensor:
@@ -197,15 +190,10 @@ class TrainOneStepCell(nn.Module):
 
         Raises:  TypeError or ValueError, and changes nothing, for what this cell cannot take over.
         """
-        self.check_extra_state(state)
-        self.step.load_state_dict(state)
-        self.index = state["index"]
-
-    def check_extra_state(self, state: dict[str, Any]) -> None:
-        """Raise TypeError or ValueError for a state that this cell cannot take over."""
         check_alike("the state of a train cell", state, {"index": self.index})
-        check_count("index", state["index"], low=0)
-        self.step.check_state(state)
+        index = check_count("index", state["index"], low=0)
+        self.step.load_state_dict(state)
+        self.index = index
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """The scale goes where the network goes, and stays float32 when that is cast, or a large one became inf."""
@@ -222,7 +210,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     skip on the device (torch's fused SGD, Adam, AdamW, Adagrad and all of mpkit.optimizers).
 
     Args:
-        network, optimizer, hooks, apart, update:  as in `TrainOneStepCell`.
+        network, optimizer, hooks, update:  as in `TrainOneStepCell`.
         scale_sense:  an update cell, a `LossScaler`, or the scale itself as a tensor of shape () or (1,).
         clip_norm:    largest joint L2 norm of the true, unscaled gradients.
         accumulation_steps:  calls per update; gradients are summed scaled, and unscaled and checked once.
@@ -241,15 +229,15 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         hooks: Hooks = (),
         clip_norm: Norm | None = None,
         accumulation_steps: Count = 1,
-        apart: bool = False,
         update: MakeUpdate = plain_update,
     ) -> None:
         scaling = scaling_of(scale_sense, device_of(network.parameters()))
         if scaling.groups is not None:
             scaling.groups.covers(parameters_of(optimizer))
         rule = scale_sense if isinstance(scale_sense, LossScaler | Scale) else None
-        options = {"parts": accumulation_steps, "apart": apart, "hooks": hooks, "clip_norm": clip_norm, "rule": rule}
-        self._set_up(network, optimizer, scaling, update, **options)
+        options: dict[str, Any] = {"hooks": hooks, "clip_norm": clip_norm, "accumulation_steps": accumulation_steps}
+        super().__init__(network, optimizer, update=update, **options)
+        self.step.scaling, self.step.rule = scaling, rule
         # by this name an update cell's counters stand in `state_dict()`
         self.adjust = None if isinstance(scale_sense, Tensor) or scaling.groups else scale_sense
 
@@ -278,12 +266,3 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
             summed = f"{self.step.pending} of {self.accumulation_steps} micro-batches are summed at the old scale"
             raise RuntimeError(f"{summed}; change it after the call that ends the accumulation")
         self.scale_sense.copy_(sens)
-
-
-def check_clipped(clip_norm: float | None, sens: float | None) -> None:
-    """Raise ValueError for a norm of gradients that stay multiplied."""
-    if clip_norm is not None and sens not in (None, 1):
-        would = (
-            f"clip_norm={clip_norm} would clip gradients that are still multiplied by sens={sens}, to clip_norm / sens"
-        )
-        raise ValueError(f"{would}; use TrainOneStepWithLossScaleCell, which unscales before it clips")

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mpkit.scalers.tensor_scale import several_processes
+
 if dist.is_available():
     # The default arguments of this module keep the group that is there when it is first imported, and torch imports it
     # with the first optimizer. Imported now they keep none, so destroy_process_group really ends gloo's threads; alive
@@ -16,15 +18,9 @@ if dist.is_available():
     import torch.distributed.nn.functional
 
 
-def several_processes() -> bool:
-    """Whether this process trains together with others."""
-    return rank_and_size()[1] > 1
-
-
 def rank_and_size() -> tuple[int, int]:
     """Which of how many processes this one is; (0, 1) where torch.distributed was not set up."""
-    together = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    return (dist.get_rank(), dist.get_world_size()) if several_processes() else (0, 1)
 
 
 def averaging_wrapper(network: nn.Module) -> DistributedDataParallel | None:
@@ -32,12 +28,11 @@ def averaging_wrapper(network: nn.Module) -> DistributedDataParallel | None:
     return next((m for m in network.modules() if isinstance(m, DistributedDataParallel)), None)
 
 
-def averaged_by(replica: DistributedDataParallel | None) -> frozenset[int]:
-    """Identities of the parameters whose gradients `replica` averages, so that every process has the same ones."""
-    if replica is None:
-        return frozenset()
+def averages(replica: DistributedDataParallel, parameters: Iterable[Tensor]) -> bool:
+    """Whether `replica` averages the gradients of all these, so that every process has the same ones."""
     ignored = set(replica.parameters_to_ignore)
-    return frozenset(id(p) for name, p in replica.module.named_parameters() if name not in ignored)
+    sent = {id(p) for name, p in replica.module.named_parameters() if name not in ignored}
+    return all(id(p) in sent for p in parameters)
 
 
 NONE, SPARSE, DENSE = 0, 1, 2  # what kind of gradient a parameter has; of two kinds the larger is the common one

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-
-from mpkit.arguments import check_number
-from mpkit.optimizers.arguments import parameters_of
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -18,25 +14,14 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def need_gradients(optimizers: Iterable[Optimizer]) -> None:
-    """Raise RuntimeError, with their names, if the loss reached no parameter of these optimizers."""
-    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-    raise RuntimeError(
-        f"no parameter of the optimizer received a gradient ({names}), so nothing would be trained; build the "
-        "optimizer from the parameters of the network that this step runs, not of an earlier one"
-    )
-
-
 def checked_loss(loss: object) -> Tensor:
     """`loss` when a backward pass can start from it.
 
     Raises:  TypeError if it is no tensor of real numbers; ValueError if it is not a scalar or depends on no parameter.
     """
-    if not isinstance(loss, Tensor):
-        came = f"a training step needs the loss as one tensor, got {type(loss).__name__}"
+    if not isinstance(loss, Tensor) or loss.is_complex():
+        came = f"a training step needs the loss as one real tensor, got {getattr(loss, 'dtype', type(loss).__name__)}"
         raise TypeError(f"{came}; wrap the network with WithLossCell(network, loss_fn) or return the loss alone")
-    if loss.is_complex():
-        raise TypeError(f"a training step needs a real loss, got {loss.dtype}; take loss.abs() or loss.real")
     if loss.dim() != 0:
         raise ValueError(f"a training step needs a scalar loss, got shape {tuple(loss.shape)}; take loss.mean()")
     if not loss.requires_grad:
@@ -75,10 +60,8 @@ def clip_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """
     held = [_strided(p) for p in parameters if p.grad is not None]
     grads = gradients_of(held)
-    if not any(g.dtype.itemsize < 4 for g in grads):
-        return nn.utils.clip_grad_norm_(held, max_norm)
-    wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in grads]
-    total = torch.linalg.vector_norm(torch.stack([norm.to(wide[0].device) for norm in wide]))
+    # where the norm of one is taken first, it counts by that
+    total = nn.utils.get_total_norm([g.norm(dtype=torch.float32) if g.dtype.itemsize < 4 else g for g in grads])
     nn.utils.clip_grads_with_norm_(held, max_norm, total)
     return total
 
@@ -104,25 +87,20 @@ def skips_on_device(optimizer: Optimizer) -> bool:
         return False
     if type(optimizer) is not SGD:
         return True
-    ready = True
+    if any(group["dampening"] for group in optimizer.param_groups):
+        return False
     for group in optimizer.param_groups:
         for p in group["params"] if group["momentum"] else ():
             if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
-                if group["dampening"] == 0:
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                else:
-                    ready = False
-    return ready
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    return True
 
 
 def apply_(optimizer: Optimizer, found_inf: Tensor | None) -> None:
     """Run `optimizer.step()` unless `found_inf` says that a gradient was not finite; None: nobody looked.
 
     No host read when the optimizer can skip on the device; else `found_inf` is read once.
-    Raises:  RuntimeError if there is no gradient at all.
     """
-    if all(p.grad is None for p in parameters_of(optimizer)):
-        need_gradients([optimizer])
     if found_inf is None or not skips_on_device(optimizer):
         if found_inf is None or not found_inf.item():
             optimizer.step()
@@ -133,13 +111,6 @@ def apply_(optimizer: Optimizer, found_inf: Tensor | None) -> None:
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-
-
-def check_norm(name: str, value: object) -> float:
-    """Raise unless `value` is a number above 0; inf is a norm that clips nothing."""
-    if isinstance(value, float) and value == math.inf:
-        return value
-    return check_number(name, value, open_low=True)
 
 
 def device_of(parameters: Iterable[Tensor]) -> torch.device:

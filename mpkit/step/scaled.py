@@ -8,10 +8,10 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import checked
+from mpkit.arguments import check_number, checked
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.step.engine import Step
-from mpkit.step.phases import check_norm, clip_, device_of
+from mpkit.step.phases import checked_loss, clip_, device_of
 from mpkit.step.scaling import scaling_of
 from mpkit.step.update import Update
 
@@ -94,7 +94,12 @@ class ScaledStep(Step):
                 "backward after unscale_ would add gradients times the scale to gradients that are not; run every "
                 "backward pass of the step before unscale_(), or call update() first, or drop() to give the step up"
             )
-        super().backward(loss, **options)
+        self.begin()
+        try:
+            super().backward(checked_loss(loss), **options)
+        except BaseException:
+            self.drop()
+            raise
 
     def unscale_(self) -> Tensor:
         """Average over processes, divide by the scale, check everywhere. Returns the overflow flag, () bool.
@@ -123,7 +128,7 @@ class ScaledStep(Step):
                 "clip_ before unscale_ would clip to max_norm / scale, because the gradients are still multiplied by "
                 "the scale; call unscale_() first"
             )
-        check_norm("max_norm", max_norm)
+        check_number("max_norm", max_norm, open_low=True, closed_high=True)
         return clip_(self.parameters() if optimizer is None else parameters_of(optimizer), max_norm)
 
     def update(self) -> Tensor:

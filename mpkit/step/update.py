@@ -1,20 +1,19 @@
 """What a step does with its gradients, as a value: average them over processes, clip them, update the weights.
 
 `Update` is the plain one. Others stand around one another and change what they are about; the boosts are such updates.
-From outside in: freezing, then AdaSum or dimension reduction. An order that makes no sense is refused.
+From outside in: accumulation, freezing, then AdaSum or dimension reduction. An order that makes no sense is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mpkit.optimizers.arguments import parameters_of
-from mpkit.step import distributed
+from mpkit.step.distributed import average_
 from mpkit.step.hooks import Hook, StepContext
 from mpkit.step.phases import apply_, clip_
 
@@ -24,12 +23,12 @@ class Update:
 
     optimizer:  runs the update.
     hooks:      what has to see the other phases of the step.
-    replica:    averages the gradients over the processes in the backward pass already; None: nobody does.
+    pending:    passes that it has kept for a later step.
     """
 
     what: ClassVar[str] = "the optimizer"
     hooks: tuple[Hook, ...] = ()
-    replica: DistributedDataParallel | None = None
+    pending: int = 0
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -38,14 +37,12 @@ class Update:
         """This update, and those inside it."""
         yield self
 
-    def attach(self, replica: DistributedDataParallel | None) -> None:
-        """Learn who averages the gradients of the network already, if anybody does."""
-        self.replica = replica
+    def drop(self) -> None:
+        """Give up what it has kept."""
 
-    def reduce(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Average the gradients (of `parameters`; None: all of the optimizer's) over the processes."""
-        if self.replica is None and distributed.several_processes():
-            distributed.average_(parameters_of(self.optimizer) if parameters is None else parameters)
+    def reduce(self) -> None:
+        """Average the gradients over the processes."""
+        average_(parameters_of(self.optimizer))
 
     def clip(self, max_norm: float) -> None:
         """Clip the joint L2 norm of the true gradients."""
@@ -55,7 +52,6 @@ class Update:
         """Run the optimizer, unless `found_inf` (None: nobody looked) says that a gradient was not finite.
 
         Args:    ctx: the running step of a train cell, None in a loop by hand.
-        Raises:  RuntimeError if there is no gradient at all.
         """
         apply_(self.optimizer, found_inf)
 
@@ -80,12 +76,8 @@ class Wrapped(Update):
         yield self
         yield from self.inner.chain()
 
-    def attach(self, replica: DistributedDataParallel | None) -> None:
-        super().attach(replica)
-        self.inner.attach(replica)
-
-    def reduce(self, parameters: Iterable[Tensor] | None = None) -> None:
-        self.inner.reduce(parameters)
+    def reduce(self) -> None:
+        self.inner.reduce()
 
     def clip(self, max_norm: float) -> None:
         self.inner.clip(max_norm)

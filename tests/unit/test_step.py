@@ -348,7 +348,7 @@ def test_an_optimizer_that_needs_a_closure_and_a_complex_loss_are_refused():
     with pytest.raises(TypeError, match="LBFGS calls the loss several times"):
         TrainOneStepCell(net, torch.optim.LBFGS(net.parameters()))
     weight = nn.Parameter(torch.ones(1, dtype=torch.complex64))
-    with pytest.raises(TypeError, match="needs a real loss"):
+    with pytest.raises(TypeError, match="loss as one real tensor"):
         ScaledStep(torch.optim.SGD([weight], 0.1), torch.tensor(8.0)).backward(weight.sum())
 
 
@@ -369,8 +369,8 @@ class Loss(nn.Module):
 BAD_LOSSES = [
     (lambda out: out.sum(1), ValueError, r"scalar loss, got shape \(8,\)"),
     (lambda out: out.detach().sum(), ValueError, "the loss has no gradient"),
-    (lambda out: (out.sum(), out), TypeError, "the loss as one tensor, got tuple"),
-    (lambda out: 1.5, TypeError, "the loss as one tensor, got float"),
+    (lambda out: (out.sum(), out), TypeError, "the loss as one real tensor, got tuple"),
+    (lambda out: 1.5, TypeError, "the loss as one real tensor, got float"),
 ]
 
 
