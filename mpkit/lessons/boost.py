@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -72,24 +72,12 @@ def odds(boost: AutoBoost) -> np.ndarray:
     return np.append(full, (1 - full) * np.array(index_probabilities(GROUPS, kind)))
 
 
-class Effect(NamedTuple):
-    """What a configuration does: a step takes `step` of the time of one without boost, NaN where nobody measured it.
-
-    `trained` is the one of `COMPARED` that it is, "" for none.
-    """
-
-    boost: AutoBoost
-    odds: np.ndarray
-    step: float
-    trained: str
-
-
-def effect(boost: AutoBoost) -> Effect:
-    """What a configuration does, with times from the stored benchmark."""
+def measured_as(boost: AutoBoost) -> tuple[str, float]:
+    """Which of `COMPARED` a configuration is ("" for none), and its time of a step in those without boost, or NaN."""
     same = [n for n in COMPARED if (p := preset(n)).active == boost.active and strategy(p) == strategy(boost)]
-    trained = same[0] if same else ""
-    timed = "O2" if (boost.level, trained) == ("O2", "O1") else trained  # one process trains what O1 trains
-    return Effect(boost, odds(boost), relative_time(timed) if trained else math.nan, trained)
+    if not same:
+        return "", math.nan
+    return same[0], relative_time("O2" if (boost.level, same[0]) == ("O2", "O1") else same[0])  # one process
 
 
 @cache
@@ -133,32 +121,36 @@ def levels(see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False
     """
     switches = {"less_bn": less_bn, "grad_freeze": grad_freeze}
     see.idle = set() if mode == "manual" else {*switches}
-    this = effect(AutoBoost(level, {"boost": {"mode": mode, **(switches if mode == "manual" else {})}}))
-    rows = sorted({compare, this.trained} - {""}, key=COMPARED.index)
+    this = AutoBoost(level, {"boost": {"mode": mode, **(switches if mode == "manual" else {})}})
+    trained, step = measured_as(this)
+    rows = sorted({compare, trained} - {""}, key=COMPARED.index)
     steps, frozen = np.array([first_steps(name) for name in rows]), _frozen(this)
-    thinned = "less_bn" in this.boost.active
+    gone = stages()[1] if "less_bn" in this.active else []
     see.grid(590, 980, rows=(410, 180), cols=(1.25, 1))
-    _field(see, this, compare)
-    _stages(see, frozen, _frozen(effect(preset(compare))), thinned, compare)
+    _field(see, 1 / step, compare)
+    _stages(see, frozen, _frozen(preset(compare)), np.flatnonzero(gone), compare)
     _steps(see, rows, steps)
 
-    gone = sum(stages()[1]) if thinned else 0
-    speed = f"speed-up is {1 / this.step:.2f}, measured" if this.trained else "speed was not measured"
-    stopped = "".join(f" Inactive: {what} ({reason})." for what, reason in this.boost.inactive)
-    taken = " ".join(f"{_steps_told(*row)}." for row in zip(rows, steps))
+    speed = f"speed-up is {1 / step:.2f}, measured" if trained else "speed was not measured"
+    stopped = "".join(f" Inactive: {what} ({reason})." for what, reason in this.inactive)
+    taken = [
+        f" The first {CYCLE} steps of {name} take as long as {parts.sum():.1f} without boost; BatchNorms take "
+        f"{percent(parts[0, 1] / parts[0].sum())} of a full step."
+        for name, parts in zip(rows, steps)
+    ]
     see.say(
-        f"boost_level {level} in mode {mode} runs {', '.join(this.boost.active) or 'nothing'}. It removes {gone} of "
-        f"{stages()[2]} BatchNorms and freezes layers in {percent(1 - this.odds[0])} of the steps. Its {speed}. "
-        f"{_accuracy_told(this.trained)}{stopped} {taken}",
-        active=this.boost.active, inactive=this.boost.inactive, removed=gone, odds=this.odds, speedup=1 / this.step,
-        frozen=frozen, trained=this.trained, steps=steps,
+        f"boost_level {level} in mode {mode} runs {', '.join(this.active) or 'nothing'}. It removes {sum(gone)} of "
+        f"{stages()[2]} BatchNorms and freezes layers in {percent(1 - odds(this)[0])} of the steps. Its {speed}. "
+        f"{_accuracy_told(trained)}{stopped}{''.join(taken)}",
+        active=this.active, inactive=this.inactive, removed=sum(gone), odds=odds(this), speedup=1 / step,
+        frozen=frozen, trained=trained, steps=steps,
     )  # fmt: skip
 
 
-def _frozen(of: Effect) -> np.ndarray:
+def _frozen(boost: AutoBoost) -> np.ndarray:
     """Share of the steps in which each stage stands still."""
     stride = len(stages()[0]) // GROUPS
-    return np.array([of.odds[s // stride + 1 :].sum() for s in range(len(stages()[0]))])
+    return np.array([odds(boost)[s // stride + 1 :].sum() for s in range(len(stages()[0]))])
 
 
 def _accuracy_told(trained: str) -> str:
@@ -171,22 +163,13 @@ def _accuracy_told(trained: str) -> str:
     return f"Its accuracy on the digits is {mean} %{against} (mean ± one standard deviation of {len(seeds)} seeds)."
 
 
-def _steps_told(name: str, parts: np.ndarray) -> str:
-    norms = percent(parts[0, 1] / parts[0].sum())
-    if name == "none":
-        return f"BatchNorms take {norms} of a step without boost"
-    took = f"The first {CYCLE} steps of {name} take as long as {parts.sum():.1f} steps without boost"
-    return f"{took}, and BatchNorms take {norms} of a full step"
-
-
-def _field(see: Sheet, this: Effect, compare: str) -> None:
+def _field(see: Sheet, own: float, compare: str) -> None:
     """Speed-up and accuracy of every measured configuration, its seeds, the promises, and where this one stands."""
     ordered = sorted(COMPARED, key=relative_time, reverse=True)
     runs = {name: accuracies(name) for name in ordered}
     at = {name: (1 / relative_time(name), float(np.mean(runs[name]))) for name in ordered}
     low, high = np.floor(min(map(min, runs.values()))) - 0.5, np.ceil(max(map(max, runs.values()))) + 0.5
-    own = None if math.isnan(this.step) else 1 / this.step
-    x = linear("speed-up against no boost", 0.96, max(1.4, (own or 0) + 0.1), 5)
+    x = linear("speed-up against no boost", 0.96, max(1.4, np.nan_to_num(own) + 0.1), 5)
     y = linear("accuracy on the digits, %", low, high, 6)
     panel = see.panel(title="dots: seeds; lines: ± one standard deviation", x=x, y=y)
     for name, promise in PROMISED.items():
@@ -203,19 +186,18 @@ def _field(see: Sheet, this: Effect, compare: str) -> None:
     squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
     sets = [{"compare": name} for name in at]
     panel.boxes(*squares, name="compare", sets=sets, names=[f"compare with {name}" for name in at], quiet=True)
-    if own:
+    if math.isfinite(own):
         panel.points([high - 0.25], [own], "own", glyph="v", size=7, quiet=True)
         panel.text(f"this: {own:.2f}", own, high, color="own", valign="top", beside=12, halo=True)
 
 
-def _stages(see: Sheet, this: np.ndarray, other: np.ndarray, less_bn: bool, compare: str) -> None:
+def _stages(see: Sheet, this: np.ndarray, other: np.ndarray, gone: np.ndarray, compare: str) -> None:
     """How often each stage stands still, and which lose their BatchNorm."""
     x = linear("stage of the ResNet-18, from the input", -0.7, len(this) - 0.3, 6)
     y = linear("share of the steps, %", -8, 100, 5)
     panel = see.panel(0, 1, title="frozen steps; × BatchNorm removed", x=x, y=y)
     panel.bars(100 * this, fill="own/0.55", edge="own", label="this")
     panel.line(100 * other, color="zero", dash="--", step="mid", label=f"compared: {compare}")
-    gone = np.flatnonzero(stages()[1] if less_bn else [])
     panel.crosses(np.full(len(this), -4.0), gone, "BatchNorm removed", size=4, told="this stage", quiet=True)
 
 

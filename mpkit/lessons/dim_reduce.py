@@ -15,7 +15,7 @@ from mpkit.data import digits
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, Stroke, view
 from mpkit.view.parts import prediction
-from mpkit.view.sheet import Panel, linear
+from mpkit.view.sheet import linear
 from mpkit.view.words import counted
 
 IMAGES, HIDDEN, STEPS, EVERY, MOST = 300, 12, 40, 2, 16
@@ -61,106 +61,71 @@ class Path(NamedTuple):
 
     weights: np.ndarray
     losses: np.ndarray
-    searches: tuple[LineSearch, ...] = ()
-    residual: np.ndarray = np.zeros(0)
+    searches: list[LineSearch]
+    residual: np.ndarray
 
 
 @cache
-def earlier_path() -> Path:
-    """Plain gradient descent, `STEPS` steps."""
-    net, weights, losses = start(), [], []
-    plain = torch.optim.SGD(net.parameters(), RATE)
-    for _ in range(STEPS + 1):
-        weights.append(net.flat())
-        plain.zero_grad()
-        loss = net()
-        loss.backward()
+def reduced_path(k: int, rho: float = 0.55, alpha: float = 0.001) -> Path:
+    """`STEPS` steps with DimReduce in the first `k` components; 0: the plain gradient descent that went before."""
+    net = start()
+    params = list(net.parameters())
+    plain = torch.optim.SGD(params, lr=1.0 if k else RATE)
+    reduce = DimReduce(net, plain, params, components()[:k], k, rho=rho, alpha=alpha) if k else None
+    weights, losses, searches, residual = [net.flat()], list[float](), list[LineSearch](), list[float]()
+    for _ in range(STEPS):
+        loss, grads = net.gradients()
         losses.append(loss.item())
-        plain.step()
-    return Path(np.array(weights), np.array(losses))
+        if reduce is None:
+            for p, grad in zip(params, grads):
+                p.grad = grad
+            plain.step()
+        else:
+            reduce(loss, grads, None, None)
+            assert reduce.search is not None
+            searches.append(reduce.search)
+            inside = float(reduce.search.projection.norm()) / float(torch.cat([g.flatten() for g in grads]).norm())
+            residual.append((1 - min(inside, 1.0) ** 2) ** 0.5)
+        weights.append(net.flat())
+    return Path(np.array(weights), np.array([*losses, net().item()]), searches, np.array(residual))
 
 
 @cache
 def components() -> np.ndarray:
     """(MOST, n): principal components of every second set of weights of the earlier path."""
-    return pca_matrix(earlier_path().weights[::EVERY], MOST, method="full")
-
-
-@cache
-def reduced_path(k: int, rho: float = 0.55, alpha: float = 0.001) -> Path:
-    """Training from the same start with DimReduce in the first `k` components."""
-    net = start()
-    params = list(net.parameters())
-    reduce = DimReduce(net, torch.optim.SGD(params, lr=1.0), params, components()[:k], k, rho=rho, alpha=alpha)
-    weights, losses, searches, residual = [net.flat()], [], list[LineSearch](), []
-    for _ in range(STEPS):
-        loss, grads = net.gradients()
-        reduce(loss, grads, None, None)
-        assert reduce.search is not None
-        losses.append(loss.item())
-        weights.append(net.flat())
-        searches.append(reduce.search)
-        length = float(torch.cat([g.flatten() for g in grads]).norm())
-        inside = min(float(reduce.search.projection.norm()) / length, 1.0)
-        residual.append((1 - inside**2) ** 0.5)
-    losses.append(net().item())
-    return Path(np.array(weights), np.array(losses), tuple(searches), np.array(residual))
+    return pca_matrix(reduced_path(0).weights[::EVERY], MOST, method="full")
 
 
 def on_plane(weights: np.ndarray) -> np.ndarray:
     """(..., n) weights -> (..., 2) their coordinates in the plane of the first two components, start at (0, 0)."""
-    return (weights - earlier_path().weights[0]) @ components()[:2].T
+    return (weights - reduced_path(0).weights[0]) @ components()[:2].T
 
 
 @cache
 def contours() -> dict[float, np.ndarray]:
     """Loss (nats) -> (points, 2) of its line on the plane, NaN between the pieces, as far as any run goes."""
     x, y = np.linspace(-50, 5, 51), np.linspace(-10, 15, 26)
-    net, origin, plane = start(), earlier_path().weights[0], components()[:2]
+    net, origin, plane = start(), reduced_path(0).weights[0], components()[:2]
 
     def loss_at(a: float, b: float) -> float:
         nn.utils.vector_to_parameters(torch.from_numpy(origin + np.array([a, b]) @ plane), net.parameters())
         with torch.no_grad():
             return net().item()
 
-    lines, gap = contour_generator(x, y, [[loss_at(a, b) for a in x] for b in y]), np.full((1, 2), np.nan)
-    found = dict[float, np.ndarray]()
-    for level in (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0):
-        pieces: Any = lines.lines(level)
-        if len(pieces):
-            found[level] = np.concatenate([part for piece in pieces for part in (piece, gap)])
-    return found
+    lines = contour_generator(x, y, [[loss_at(a, b) for a in x] for b in y], line_type="ChunkCombinedNan")
+    found: Any = {level: lines.lines(level)[0][0] for level in (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)}
+    return {level: line for level, line in found.items() if line is not None}
 
 
-class Trials(NamedTuple):
-    """The trials of each line search on the plane, and the `picture` ((left, right), (low, high)) that holds the path.
-
-    `taken` (steps, 2) is the accepted trial and `refused` (2, steps, 2) the others, NaN where there was none. Those
-    beyond the picture stand at its edge; `beyond` (steps,) is their number.
-    """
-
-    points: np.ndarray
-    taken: np.ndarray
-    refused: np.ndarray
-    picture: tuple[tuple[float, float], tuple[float, float]]
-    beyond: np.ndarray
-
-
-@cache
-def trials(k: int, rho: float, alpha: float) -> Trials:
-    """Where the line searches of a `reduced_path` looked."""
-    path = reduced_path(k, rho, alpha)
-    now, nowhere = on_plane(path.weights), np.full((STEPS, 2), np.nan)
-    taken, refused = nowhere.copy(), np.stack([nowhere, nowhere])
+def tried(path: Path, rho: float) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, 2 trials, 2) where each line search looked on the plane, and where it was refused; NaN: nowhere."""
+    now = on_plane(path.weights)
+    taken, refused = np.full((2, STEPS, 2, 2), np.nan)
     for t, search in enumerate(path.searches):
         for i in range(len(search.losses)):
             accepted = search.accepted and i == len(search.losses) - 1
-            (taken if accepted else refused[i])[t] = now[t] + (1.0, rho)[i] * search.direction.numpy()[:2]
-    shown = np.concatenate([now, taken[np.isfinite(taken).all(1)]])
-    picture = (min(-27.0, shown[:, 0].min() - 2), 5.0), (-10.0, max(9.0, shown[:, 1].max() + 1))
-    low, high = np.array(picture).T
-    beyond = ((refused < low) | (refused > high)).any(-1).sum(0)
-    return Trials(now, taken, np.clip(refused, low, high), picture, beyond)
+            (taken if accepted else refused)[t, i] = now[t] + (1.0, rho)[i] * search.direction.numpy()[:2]
+    return taken, refused
 
 
 # ---- the path of DimReduce, step by step
@@ -173,14 +138,14 @@ def trials(k: int, rho: float, alpha: float) -> Trials:
 def descent(see: Sheet, k=8, rho=0.55, alpha=0.001, step=10) -> None:
     """The path of DimReduce in the plane, its line search and what it leaves to the residual, step by step.
 
-    Numbers: `losses` and `earlier` (steps + 1), those of gradient descent; of each step `accepted`, `size` (0 where
+    Numbers: `losses` (steps + 1); of each step `accepted`, `size` (0 where
     nothing was accepted), `outside`, the share of the gradient outside the subspace, and `beyond`, refused trials
     beyond the picture.
     """
-    path, earlier, seen = reduced_path(k, rho, alpha), earlier_path(), trials(k, rho, alpha)
+    path, earlier = reduced_path(k, rho, alpha), reduced_path(0)
     see.grid(460, 980, rows=(1, 1), cols=(1.5, 1))
     see.play("step", "step", STEPS, every=150)
-    _plane(see, seen, on_plane(earlier.weights))
+    beyond = _plane(see, path, rho, on_plane(earlier.weights))
     loss = see.panel(0, 1, title="loss", x=linear("", 0, STEPS, 4), y=linear("loss, nats", 0, 2.6, 3))
     loss.line(earlier.losses, color="reference", dash=":")
     loss.line(path.losses)
@@ -194,48 +159,44 @@ def descent(see: Sheet, k=8, rho=0.55, alpha=0.001, step=10) -> None:
     accepted = np.array([s.accepted for s in path.searches])
     size = np.array([s.rho if s.accepted else 0.0 for s in path.searches])
     told = [f"accepts the step size {s:g}" if s else "accepts neither step size" for s in size]
-    left = [f" ({counted(n, 'refused trial')} beyond the picture)" if n else "" for n in seen.beyond.tolist()]
+    left = [f" ({counted(n, 'refused trial')} beyond the picture)" if n else "" for n in beyond.tolist()]
     see.say(
         f"{k} components, step {{at}}: the line search {{told}}. The loss is {{loss:.3f}} (gradient descent "
         f"{{plain:.3f}}); after {STEPS} steps it is {path.losses[-1]:.3f} (gradient descent {earlier.losses[-1]:.3f}). "
         "The part of the gradient outside the subspace is {share} as long as the whole gradient.",
         at=np.arange(STEPS), told=[a + b for a, b in zip(told, left)], loss=path.losses[:-1],
         plain=earlier.losses[:-1], share=[percent(s) for s in path.residual], losses=path.losses,
-        earlier=earlier.losses, accepted=accepted, size=size, outside=path.residual, beyond=seen.beyond,
+        accepted=accepted, size=size, outside=path.residual, beyond=beyond,
     )  # fmt: skip
 
 
-def _plane(see: Sheet, seen: Trials, earlier: np.ndarray) -> None:
-    """Both paths on the plane, with the trials of the step shown."""
-    across, up = seen.picture
-    x, y = linear("along component 1", *across, 6), linear("along component 2", *up, 5)
-    plane = see.panel(rowspan=2, title="loss on the plane, nats, and the paths", x=x, y=y)
-    _contours(plane, seen.picture)
-    look: dict[str, Any] = {"dash": ":", "glyph": "s", "size": 2.5, "every": 10}
-    plane.line(earlier[:, 1], earlier[:, 0], "reference", label="gradient descent", **look)
-    x, y = seen.points.T
-    plane.line(y, x, "own", glyph="o", size=2.2, width=1.8, show="upto", label="DimReduce")
-    for refused in seen.refused:
-        if np.isfinite(refused).any():
-            look = {"glyph": "x", "size": 5, "show": "at", "label": "refused trial"}
-            plane.points(refused[:, 1], refused[:, 0], "overflow", **look)
-    words = ["beyond the picture" if number else "" for number in seen.beyond]
-    edge = np.nan_to_num(np.where(np.isnan(seen.refused[0]), seen.refused[1], seen.refused[0]))
-    plane.text(words, edge[:, 0], edge[:, 1], show="at", beside=8, dy=-8, color="overflow", halo=True)
-    taken = seen.taken
-    plane.points(taken[:, 1], taken[:, 0], "normal", glyph="D", size=5, show="at", label="accepted trial")
-    plane.points(y[:-1], x[:-1], "ink", fill="paper", size=5, show="at", label="weights now")
-
-
-def _contours(plane: Panel, picture: tuple[tuple[float, float], ...]) -> None:
-    """Lines of equal loss, with their values where the picture has room."""
-    low, high = np.array(picture).T
+def _plane(see: Sheet, path: Path, rho: float, earlier: np.ndarray) -> np.ndarray:
+    """Both paths over lines of equal loss, with the trials of the step shown; -> (steps,) how many lie beyond it."""
+    now, (taken, refused) = on_plane(path.weights), tried(path, rho)
+    x, y = np.concatenate([now, *taken.swapaxes(0, 1)]).T
+    low, high = np.array([min(-27.0, np.nanmin(x) - 2), -10.0]), np.array([5.0, max(9.0, np.nanmax(y) + 1)])
+    across, up = linear("along component 1", low[0], high[0], 6), linear("along component 2", low[1], high[1], 5)
+    plane = see.panel(rowspan=2, title="loss on the plane, nats, and the paths", x=across, y=up)
     for level, line in contours().items():
         plane.line(line[:, 1], line[:, 0], "muted/0.75", width=0.9)
         places = line[((low + 1.5 < line) & (line < high - 1.5)).all(1)]
         if len(places):
-            x, y = places[len(places) // 3].tolist()
-            plane.text(f"{level:.1f}", x, y, size=11, color="muted", halo=True)
+            plane.text(f"{level:.1f}", *places[len(places) // 3].tolist(), size=11, color="muted", halo=True)
+    look: dict[str, Any] = {"dash": ":", "glyph": "s", "size": 2.5, "every": 10}
+    plane.line(earlier[:, 1], earlier[:, 0], "reference", label="gradient descent", **look)
+    plane.line(now[:, 1], now[:, 0], "own", glyph="o", size=2.2, width=1.8, show="upto", label="DimReduce")
+    edge = np.clip(refused, low, high)
+    beyond = (refused != edge).any(-1) & ~np.isnan(refused).any(-1)
+    for i in (0, 1):
+        look = {"glyph": "x", "size": 5, "show": "at", "label": "refused trial"}
+        plane.points(edge[:, i, 1], edge[:, i, 0], "overflow", **look)
+        words = ["beyond the picture" if there else "" for there in beyond[:, i]]
+        x, y = np.nan_to_num(edge[:, i]).T
+        plane.text(words, x, y, show="at", beside=8, dy=-8, color="overflow", halo=True)
+        look = {"glyph": "D", "size": 5, "show": "at", "label": "accepted trial"}
+        plane.points(taken[:, i, 1], taken[:, i, 0], "normal", **look)
+    plane.points(now[:-1, 1], now[:-1, 0], "ink", fill="paper", size=5, show="at", label="weights now")
+    return beyond.sum(1)
 
 
 # ---- a prediction that is drawn: the loss in two directions
@@ -251,7 +212,7 @@ def draw_loss(see: Sheet, typed="", drawn={}, shown=False) -> None:
     truth = reduced_path(2).losses
     see.grid(380, 900)
     panel = see.panel(x=linear("step", -1, STEPS + 1, 10), y=linear("loss, nats", *ENDS))
-    panel.line(earlier_path().losses, color="muted", width=1.6, dash=":", label="gradient descent")
+    panel.line(reduced_path(0).losses, color="muted", width=1.6, dash=":", label="gradient descent")
     prediction(see, panel, "dim_reduce.loss", truth, first=1, ends=ENDS, start=2.3, points=9, within=0.1,
                typed=typed, drawn=drawn, shown=shown)  # fmt: skip
     if shown:

@@ -14,7 +14,8 @@ from mpkit.rounding import round_to
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
 from mpkit.view.answers import read_number
 from mpkit.view.parts import edges, prediction, regions
-from mpkit.view.sheet import Panel, log2, names, power_of_two, space
+from mpkit.view.sheet import linear, log2, names, power_of_two, space
+from mpkit.view.words import counted
 
 NAMES = [name for name in FORMATS if name != "fp64"]
 OTHERS = ("e5m2fnuz", "e4m3fnuz", "e4m3b11fnuz", "e3m4", "binary8p3", "binary8p4", "binary8p5")
@@ -33,33 +34,13 @@ def value_of(pattern: int, fmt: FloatFormat) -> float:
     return float(fmt.decode(torch.tensor(pattern)))
 
 
-def neighbour(pattern: int, fmt: FloatFormat, up: bool) -> int | None:
-    """The pattern of the next larger or smaller value; None beyond the ends and at NaN."""
+def beside(pattern: int, fmt: FloatFormat, steps: range) -> list[float]:
+    """The values that lie so many steps of the format from that of a pattern, ascending; NaN beyond the ends."""
     sign = 1 << (fmt.bits - 1)
-    fields = fmt.fields(pattern)
-    if fields.kind == "nan":
-        return None
-    magnitude = pattern & (sign - 1)
-    if magnitude == 0:
-        return 1 if up else sign + 1
-    beside = (magnitude + 1 if up != bool(fields.sign) else magnitude - 1) + fields.sign * sign
-    if beside == sign and fmt.fields(sign).kind == "nan":  # there is no minus zero: above the last negative number is 0
-        return 0
-    return None if fmt.fields(beside % (2 * sign)).kind == "nan" or (beside ^ pattern) & sign else beside
-
-
-def around(value: float, fmt: FloatFormat, low: float, high: float, most: int = 60) -> list[float]:
-    """The values of a format within a window, at most `most` on each side of the stored one, ascending."""
-    first = store(min(max(value, low, -fmt.max), high, fmt.max), fmt)
-    found = {value_of(first, fmt)}
-    for up in (False, True):
-        at: int | None = first
-        for _ in range(most):
-            at = None if at is None else neighbour(at, fmt, up)
-            if at is None or not low <= (beside := value_of(at, fmt)) <= high:
-                break
-            found.add(beside)
-    return sorted(v for v in found if low <= v <= high)
+    places = (-(pattern - sign) if pattern & sign else pattern) + torch.tensor(steps)  # from zero
+    last = store(math.inf if fmt.has_inf else fmt.max, fmt)
+    values = fmt.decode(places.abs().clamp(max=last)).double() * torch.where(places < 0, -1, 1)
+    return values.where(places.abs() <= last, math.nan).tolist()
 
 
 def bits_kept(fmt: FloatFormat, exponent: int) -> int:
@@ -94,14 +75,17 @@ def everywhere(number: float) -> list[dict[str, Any]]:
     """The same number in every format, a row each."""
     rows = []
     for fmt in map(get_format, NAMES):
-        row = {"format": fmt.name, "value": "no NaN", "pattern, hex": "", "kind": "", "relative error": ""}
+        told = ["no NaN", "", "", ""]
         if fmt.has_nan or not math.isnan(number):
             pattern = store(number, fmt)
-            value = value_of(pattern, fmt)
-            off = abs(value - number) / (abs(number) or 1)
-            row |= {"value": f"{value:.9g}", "pattern, hex": f"{pattern:0{-(-fmt.bits // 4)}x}"}
-            row |= {"kind": fmt.fields(pattern).kind, "relative error": f"{off:.2g}" if math.isfinite(off) else ""}
-        rows.append(row)
+            off = abs((value := value_of(pattern, fmt)) - number) / (abs(number) or 1)
+            told = [
+                f"{value:.9g}",
+                f"{pattern:0{-(-fmt.bits // 4)}x}",
+                fmt.fields(pattern).kind,
+                f"{off:.2g}" if off < math.inf else "",
+            ]
+        rows.append(dict(zip(("format", "value", "pattern, hex", "kind", "relative error"), (fmt.name, *told))))
     return rows
 
 
@@ -127,64 +111,57 @@ def read(number: str, fmt: FloatFormat) -> tuple[float, int]:
 def bits(see: Sheet, fmt="fp16", number="0.1", pinned="bf16") -> None:
     """The bits as buttons; the whole format in powers of two; the value among its neighbours, true to scale.
 
-    Numbers: `value pattern gap below above error`, the last ones NaN where there are none.
+    Numbers: `value pattern gap below above error`, NaN where there are none.
     """
     form = get_format(fmt)
     near, pattern = read(number, form)
-    value, fields = value_of(pattern, form), form.fields(pattern)
-    sides = {"below": neighbour(pattern, form, False), "above": neighbour(pattern, form, True)}
+    value, kind = value_of(pattern, form), form.fields(pattern).kind
+    below, above = beside(pattern, form, range(-1, 2, 2))
+    shown = value if math.isfinite(value) else math.copysign(form.max, value)  # beyond the end its last number
+    gap = math.nan if kind == "nan" else form.ulp(shown)
     wide = max(18, form.bits + 2)
     see.grid(490, rows=(1.1, 1.1, 1.5), least=28 * wide + 20)  # a finger hits boxes of 24 pixels
     see.rows = everywhere(near)
-    _bit_row(see.panel(bare=True, x=space(0, wide), y=space(-1.4, 1.9)), form, pattern)
-    shown = value if math.isfinite(value) else math.copysign(form.max, value)  # beyond the end its last number
-    _whole_format(see, form, shown, fields.kind == "nan")
-    text = f"{pattern:0{form.bits}b}"
-    told = f"{text[0]} {text[1 : 1 + form.exponent_bits]} {text[1 + form.exponent_bits :]}"
-    found: dict[str, Any] = {"value": value, "pattern": pattern}
-    found |= dict.fromkeys(("gap", "below", "above", "error"), math.nan)
-    if fields.kind == "nan":
+    _bit_row(see, form, pattern, wide)
+    _whole_format(see, form, shown, kind == "nan")
+    if kind == "nan":
         empty = see.panel(2, bare=True, x=space(0, 1), y=space(0, 1))
         empty.text(f"{value} has no neighbours to round to", 0.5, 0.6, size=13)
-        return see.say(f"{number} in {fmt} is {value} (bits {told}).", **found)
-    gap = found["gap"] = form.ulp(shown)
-    _neighbours(see, form, pinned, (shown, near, number), gap)
-    if fields.kind == "inf":
-        return see.say(f"{number} in {fmt} is {value} (bits {told}): the largest number is {form.max:g}.", **found)
-    found |= {name: value_of(p, form) for name, p in sides.items() if p is not None} | {"error": abs(value - near)}
-    digits = 9 if form.fraction_bits > 20 else 7
-    error = f"off by {value - near:.3g}" if value != near else "exactly"
-    error = f"{fmt} has no inf" if math.isinf(near) else error
-    kind = "zero" if fields.kind == "zero" else f"a {fields.kind} number"
-    below, above = ("none" if p is None else f"{found[name]:.{digits}g}" for name, p in sides.items())
-    head = f"{number} in {fmt} is {value!r} ({error}), {kind}: bits {told}"
-    see.say(f"{head}; neighbours {below} and {above}, ulp {gap:.4g}.", **found)
+        told = "not a number"
+    else:
+        _neighbours(see, form, pinned, shown, near, number, gap)
+        error = f"off by {value - near:.3g}" if value != near else "exact"
+        error = f"the largest number is {form.max:g}" if math.isinf(value) or math.isinf(near) else error
+        digits = 9 if form.fraction_bits > 20 else 7
+        ends = " and ".join(f"{v:.{digits}g}" if v == v else "none" for v in (below, above))
+        told = f"{error}; neighbours {ends}, ulp {gap:.4g}"
+    text, split = f"{pattern:0{form.bits}b}", 1 + form.exponent_bits
+    see.say(
+        f"{number} in {fmt} is {value!r}, bits {text[0]} {text[1:split]} {text[split:]}: {told}.",
+        value=value, pattern=pattern, gap=gap, below=below, above=above, error=abs(value - near),
+    )  # fmt: skip
 
 
-def written(pattern: int, fmt: FloatFormat) -> str:
-    """A pattern as the number that stands for it."""
-    value = value_of(pattern, fmt)
-    return f"nan({pattern:#x})" if math.isnan(value) else repr(value)
-
-
-def _bit_row(row: Panel, form: FloatFormat, pattern: int) -> None:
-    count, fields, left = form.bits, form.fields(pattern), (max(18, form.bits + 2) - form.bits) / 2
+def _bit_row(see: Sheet, form: FloatFormat, pattern: int, wide: int) -> None:
+    count, fields, left = form.bits, form.fields(pattern), (wide - form.bits) / 2
+    row = see.panel(bare=True, x=space(0, wide), y=space(-1.4, 1.9))
     parts = ["sign"] + ["exponent"] * form.exponent_bits + ["fraction"] * form.fraction_bits
     roles = {"sign": "ink", "exponent": KIND_ROLES[fields.kind], "fraction": "reference"}
     text, places = f"{pattern:0{count}b}", left + np.arange(count)
+    flipped = [pattern ^ 1 << count - 1 - i for i in range(count)]
+    values = [value_of(p, form) for p in flipped]
     row.boxes(
         places + 0.06, [0] * count, places + 0.94, [1] * count,
         fill=[f"{roles[part]}/0.35" if b == "1" else "paper" for part, b in zip(parts, text)],
         edge=["muted" if roles[part] == "subnormal" else roles[part] for part in parts],  # yellow would be too pale
         width=1.8, text=list(text), size=13, quiet=True,
         names=[f"bit {count - 1 - i}, {part}" for i, part in enumerate(parts)],
-        name="bits", sets=[{"number": written(pattern ^ 1 << count - 1 - i, form)} for i in range(count)],
+        name="bits", sets=[{"number": f"nan({p:#x})" if v != v else repr(v)} for p, v in zip(flipped, values)],
     )  # fmt: skip
-    look: dict[str, Any] = {"color": "muted", "anchor": "start"}
-    many = ["1 bit" if n == 1 else f"{n} bits" for n in (form.exponent_bits, form.fraction_bits)]
-    row.text("sign", left + 0.1, -0.2, valign="top", **look)
-    row.text(f"exponent, {many[0]}", left + 1.1, 1.15, valign="bottom", **look)
-    row.text(f"fraction, {many[1]}", left + 1.1 + form.exponent_bits, -0.2, valign="top", **look)
+    exponent, fraction = counted(form.exponent_bits, "bit"), counted(form.fraction_bits, "bit")
+    words = ["sign", f"exponent, {exponent}", f"fraction, {fraction}"]
+    starts = left + 0.1 + np.array([0, 1, 1 + form.exponent_bits])
+    row.text(words, starts, [-0.4, 1.4, -0.4], color="muted", anchor="start")
     if fields.value is None:
         ones = "exponent all ones" if form.specials == "ieee" else "exponent and fraction all ones"
         ones = "in the place of −0" if pattern == 1 << count - 1 else ones
@@ -198,17 +175,12 @@ def _bit_row(row: Panel, form: FloatFormat, pattern: int) -> None:
 
 def _whole_format(see: Sheet, form: FloatFormat, value: float, nan: bool) -> None:
     least, most = form.min_subnormal_exponent, form.max_exponent
-    combs = most - least < 55  # more would run together
-    title = f"all of {form.name}; {'long ticks are powers' if combs else 'each tick is a power'} of two"
+    title = f"all of {form.name}; each tick is a power of two"
     whole = see.panel(1, title=title, x=log2("magnitude", least - 4, most + 3), y=space(0, 1))
-    narrow = {} if combs else dict.fromkeys(("zero", "subnormal", "overflow"), "")  # no room for their names
-    regions(whole, "x", *edges(form), **narrow)
+    unnamed = ("zero", "subnormal", "overflow") if most - least > 54 else ()  # no room for their names
+    regions(whole, "x", *edges(form), **dict.fromkeys(unnamed, ""))
     powers = range(least, most + 1)
     whole.points([0.28] * len(powers), powers, "ink", glyph="|", size=6, width=1.2)
-    if combs:
-        fine = [(e, 2 ** min(2, bits_kept(form, e) - 1)) for e in powers]
-        teeth = [e + math.log2(1 + k / n) for e, n in fine for k in range(1, n)]
-        whole.points([0.22] * len(teeth), teeth, "muted", glyph="|", size=3, width=1)
     if value and not nan:
         now = math.floor(math.log2(abs(value)))
         moved = [{"number": repr(math.ldexp(value, p - now))} for p in powers]
@@ -216,28 +188,25 @@ def _whole_format(see: Sheet, form: FloatFormat, value: float, nan: bool) -> Non
         whole.handle("x", "power", now, least, most, "power of two of the number", **grip)
 
 
-def _neighbours(see: Sheet, form: FloatFormat, pinned: str, asked: Any, gap: float) -> None:
+def _neighbours(see: Sheet, form: FloatFormat, pinned: str, value: float, near: float, number: str, gap: float) -> None:
     """The values around the number in two formats. The window is as wide for an odd as for the even exponent field
     below it, so that flipping the last bit of the exponent doubles the gaps that the reader sees."""
-    value, near, number = asked
     field = form.fields(store(value, form)).exponent
     half = 20 * gap / (2 if field > 1 and field % 2 else 1)
-    low, high, digits = value - half, value + half, 9 if form.fraction_bits > 20 else 7
-    label = "value; drag the ring: what is stored jumps from tick to tick"
-    ticks = [[v, f"{v:.{digits}g}"] for v in (value + k * half / 2.5 for k in (-2, -1, 0, 1, 2))]
-    axis = {"label": label, "lo": low, "hi": high, "ticks": ticks}
-    beside = {"ticks": [[0.42, form.name], [0.1, pinned if pinned != "none" else ""]], "bare": True}
+    low, high = value - half, value + half
+    x = linear("value; drag the ring: what is stored jumps from tick to tick", low, high, 5)
+    rows = [(0.42, form.name), (0.1, pinned)][: 1 + (pinned != "none")]
     title = f"its neighbours; the gap, one ulp, is {gap:.4g}"
-    line = see.panel(2, title=title, x=axis, y={"lo": 0, "hi": 1.4, **beside}, pad=[28, 14, 46, 84])
-    for height, name in ((0.42, form.name), (0.1, pinned)):
-        if name == "none":
-            continue
+    y = {"lo": 0, "hi": 1.4, "ticks": [[*row] for row in rows], "bare": True}
+    line = see.panel(2, title=title, x=x, y=y, pad=[28, 14, 46, 84])
+    at = min(max(near, low), high)
+    for height, name in rows:
         other = get_format(name)
-        values = around(near if math.isfinite(near) else value, other, low, high)
-        stored = value_of(store(min(max(near, -other.max), other.max), other), other)
+        centre, stored = (store(min(max(v, -other.max), other.max), other) for v in (at, near))
+        values = [v for v in beside(centre, other, range(-60, 61)) if low <= v <= high]
         line.points([height] * len(values), values, "ink", glyph="|", size=9, width=1.6)
-        if low <= stored <= high:
-            line.points([height], [stored], "reference", glyph="D", size=4.5, label="stored", told=f"{stored:.7g}")
+        if low <= (kept := value_of(stored, other)) <= high:
+            line.points([height], [kept], "reference", glyph="D", size=4.5, label="stored", told=f"{kept:.7g}")
         text = "" if values else f"{name} has no value so near"
         text = "its nearest values" if len(values) > 60 else text
         line.text(text, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
@@ -245,12 +214,11 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, asked: Any, gap: flo
     look = {"fill": "own/0.5", "edge": "own", "label": "gap", "told": f"{gap:.4g}", "quiet": True}
     line.boxes([value], [1.21], [value + away * gap], [1.35], **look)
     line.text(f"gap: {gap:.4g}", value, 1.28, color="own", halo=True, beside=-6 * away)
-    at = min(max(near, low), high)
-    words = f"asked for {number if len(number) <= 18 else f'about {near:.9g}'}"
+    note = f"asked for {number if len(number) <= 18 else f'about {near:.9g}'}"
     if at != near:  # its name on the side that has room
-        line.text(f"{words}, outside this picture", at, 0.78, color="own", halo=True, beside=-12 if at == high else 12)
-    note = words if at == near else None
-    line.handle("x", "number", at, low, high, "number asked for", step=half / 80, cross=0.78, note=note)
+        line.text(f"{note}, outside this picture", at, 0.78, color="own", halo=True, beside=-12 if at == high else 12)
+    grip = {"step": half / 80, "cross": 0.78, "note": note if at == near else None}
+    line.handle("x", "number", at, low, high, "number asked for", **grip)
 
 
 # ---- the ranges of all formats
@@ -262,24 +230,20 @@ def ranges(see: Sheet, exponent=-20) -> None:
     see.grid(370)
     title = "a power of two left of a bar becomes zero, one right of it is too large"
     panel = see.panel(title=title, x=x, y=names(NAMES, down=True), pad=[28, 14, 42, 60])
-    kept, fates = {}, {}
-    for row, fmt in enumerate(map(get_format, NAMES)):
-        ends = [math.log2(v) for v in (fmt.min_subnormal, fmt.min_normal, fmt.max)]
-        least, normal = map(power_of_two, (fmt.min_subnormal_exponent, fmt.min_exponent))
-        parts = (
-            (ends[0], ends[1], "subnormal", "/", f"{least} to {normal}"),
-            (ends[1], ends[2], "normal", None, f"{normal} to {fmt.max:.5g}"),
-        )
-        for low, high, role, hatch, told in parts:
-            look = {"fill": f"{role}/0.45", "edge": "muted", "hatch": hatch, "label": role, "told": told}
-            panel.boxes([low], [row - 0.3], [high], [row + 0.3], **look)
-        kept[fmt.name], fates[fmt.name] = bits_kept(fmt, exponent), fate(fmt, exponent)
-        ink = "overflow" if kept[fmt.name] < 0 else "zero" if kept[fmt.name] == 0 else "ink"
-        panel.text(fates[fmt.name].partition(",")[0], 133, row, anchor="start", color=ink)
+    forms, rows = [get_format(name) for name in NAMES], np.arange(len(NAMES))
+    least, normal, top = np.log2([(f.min_subnormal, f.min_normal, f.max) for f in forms]).T
+    for low, high, role, hatch in ((least, normal, "subnormal", "/"), (normal, top, "normal", None)):
+        told = [f"{power_of_two(round(a, 2))} to {power_of_two(round(b, 2))}" for a, b in zip(low, high)]
+        look = {"fill": f"{role}/0.45", "edge": "muted", "hatch": hatch, "label": role, "told": told}
+        panel.boxes(low, rows - 0.3, high, rows + 0.3, **look)
+    kept, fates = {f.name: bits_kept(f, exponent) for f in forms}, {f.name: fate(f, exponent) for f in forms}
+    for row, (bits, words) in enumerate(zip(kept.values(), fates.values())):
+        ink = "overflow" if bits < 0 else "ink" if bits else "zero"
+        panel.text(words.partition(",")[0], 133, row, anchor="start", color=ink)
     panel.handle("x", "exponent", exponent, -152, 130, "magnitude, 2 to the")
-    told = "; ".join(f"{name} {fates[name]}" for name in ("fp32", "fp16", "bf16", "e5m2", "e4m3fn"))
     see.rows = [{"format": name, f"2^{exponent}": fates[name]} for name in NAMES]
-    see.say(f"2^{exponent} = {2.0**exponent:.4g}: {told}.", kept=kept)
+    some = "; ".join(f"{name} {fates[name]}" for name in ("fp32", "fp16", "bf16", "e5m2", "e4m3fn"))
+    see.say(f"2^{exponent} = {2.0**exponent:.4g}: {some}.", kept=kept)
 
 
 # ---- predict: draw the gap

@@ -1,12 +1,11 @@
-"""*AdaSum*: AdaSum by its formula in NumPy, many workers as a tree of pairs, the answers a second way."""
+"""*AdaSum*: AdaSum by its formula in NumPy, what the lesson says of a training, the answers a second way."""
 
 import math
 
 import numpy as np
 import pytest
-import torch
 
-from mpkit.lessons.adasum import RULES, WORKERS, pair, trained_with, workers
+from mpkit.lessons.adasum import RULES, pair, trained_with
 from mpkit.view.words import words
 
 WORDS = words("adasum")
@@ -58,42 +57,13 @@ def test_what_the_lesson_says_of_two():
     assert seen[-1] == pytest.approx(math.sqrt(8))
 
 
-@pytest.mark.parametrize(("agreement", "dimension", "seed"), [(0.3, 64, 0), (0.0, 2, 18), (1.0, 256, 99), (0.0, 26, 9)])
-def test_many_workers_are_pairs_of_pairs(agreement, dimension, seed):
-    view = workers(agreement=agreement, dimension=dimension, seed=seed)
-    draw = torch.Generator().manual_seed(seed)
-    common, *own = torch.randn(17, dimension, generator=draw, dtype=torch.float64).numpy()
-    common = common / np.linalg.norm(common)
-    mixed = [math.sqrt(agreement) * common + math.sqrt(1 - agreement) * v / np.linalg.norm(v) for v in own]
-    part = [v / np.linalg.norm(v) for v in mixed]
-    for i, count in enumerate(WORKERS):
-        for rule, merged in (
-            ("sum", sum(part[:count])),
-            ("mean", sum(part[:count]) / count),
-            ("AdaSum", tree(part[:count])),
-        ):
-            assert view.numbers["lengths"][rule][i] == pytest.approx(np.linalg.norm(merged))
-            assert view.numbers["cosines"][rule][i] == pytest.approx(merged @ common / np.linalg.norm(merged), abs=1e-9)
-    for panel, shown in zip(
-        view.sheet.panels, (np.log2(list(view.numbers["lengths"].values())), list(view.numbers["cosines"].values()))
-    ):
-        assert panel.given["y"]["lo"] <= np.min(shown) <= np.max(shown) <= panel.given["y"]["hi"]
-
-
-def test_workers_that_agree_average_and_others_add_up():
-    alike, apart = (workers(agreement=share, dimension=256).numbers["lengths"] for share in (1.0, 0.0))
-    assert alike["AdaSum"] == pytest.approx([1.0] * 5)
-    assert alike["sum"] == pytest.approx(WORKERS)
-    assert apart["AdaSum"][-1] == pytest.approx(math.sqrt(16), rel=0.15)
-
-
 def test_what_the_lesson_says_of_a_training():
-    ends = {rule: trained_with(rule, 8)[-1] for rule in RULES}
-    alone = [trained_with("mean", 1, rate)[-1] for rate in (0.1, 0.5, 1.0)]
+    ends = {rule: trained_with(rule, 8) for rule in RULES}
+    alone = [trained_with("mean", 1, rate) for rate in (0.1, 0.5, 1.0)]
     assert min(alone) == alone[1] == pytest.approx(0.60, abs=0.005)
     assert [ends["AdaSum"], ends["mean"]] == pytest.approx([0.31, 0.51], abs=0.005)
     assert ends["sum"] > 10
-    tuned = trained_with("mean", 8, 1.0)[-1], trained_with("sum", 8, 0.1)[-1]
+    tuned = trained_with("mean", 8, 1.0), trained_with("sum", 8, 0.1)
     assert tuned == pytest.approx((0.31, 0.32), abs=0.005)
     assert trained_with("mean", 1) == trained_with("AdaSum", 1)
 

@@ -12,11 +12,10 @@ from mpkit.lessons.dim_reduce import (
     components,
     contours,
     descent,
-    earlier_path,
     on_plane,
     reduced_path,
     start,
-    trials,
+    tried,
 )
 from mpkit.view.words import words
 
@@ -48,12 +47,12 @@ def test_the_earlier_path_and_its_components_by_hand(data):
     path = [start().flat()]
     for _ in range(STEPS):
         path.append(path[-1] - 0.5 * tanh_network(path[-1], *data)[1])
-    np.testing.assert_allclose(earlier_path().weights, path, atol=1e-9)
-    np.testing.assert_allclose(earlier_path().losses, [tanh_network(w, *data)[0] for w in path], atol=1e-9)
+    np.testing.assert_allclose(reduced_path(0).weights, path, atol=1e-9)
+    np.testing.assert_allclose(reduced_path(0).losses, [tanh_network(w, *data)[0] for w in path], atol=1e-9)
     points = np.array(path)[::2]
     axes = np.linalg.svd(points - points.mean(0), full_matrices=False)[2][:16]
     np.testing.assert_allclose(np.abs((axes * components()).sum(1)), 1, atol=1e-6)
-    assert np.allclose(on_plane(earlier_path().weights[0]), 0)
+    assert np.allclose(on_plane(reduced_path(0).weights[0]), 0)
 
 
 @pytest.mark.parametrize(("k", "alpha"), [(2, 0.001), (2, 0.2), (8, 0.0), (16, 0.001)])
@@ -70,14 +69,14 @@ def test_a_run_by_hand(k, alpha, data):
 
 
 def test_what_the_lesson_says_of_stuck_and_freed_runs():
-    assert descent(k=8).numbers["losses"][-1] < 0.2 * earlier_path().losses[-1]
+    assert descent(k=8).numbers["losses"][-1] < 0.2 * reduced_path(0).losses[-1]
     assert descent(k=8).numbers["size"][10] == 0.55
     assert descent(k=8).numbers["outside"][30] > 0.98
     lost = descent(k=2).numbers
     assert not lost["accepted"][5:].any()
-    assert lost["losses"][-1] > earlier_path().losses[-1]
+    assert lost["losses"][-1] > reduced_path(0).losses[-1]
     assert descent(k=2, alpha=0.2).numbers["accepted"][30:].any()
-    moved = earlier_path().weights - earlier_path().weights.mean(0)
+    moved = reduced_path(0).weights - reduced_path(0).weights.mean(0)
     share = ((moved @ components().T) ** 2).sum(0).cumsum() / (moved**2).sum()
     assert share[2] > 0.99
     assert share[1] == pytest.approx(0.998, abs=5e-4)
@@ -88,28 +87,31 @@ def test_what_the_lesson_says_of_stuck_and_freed_runs():
 @pytest.mark.parametrize("rho", [0.3, 0.8])
 @pytest.mark.parametrize("alpha", [0.0, 0.2])
 def test_weights_and_trials_are_in_the_picture_or_told_to_lie_beyond_it(k, rho, alpha):
-    seen, path = trials(k, rho, alpha), reduced_path(k, rho, alpha)
-    low, high = np.array(seen.picture).T
+    view, path = descent(k=k, rho=rho, alpha=alpha), reduced_path(k, rho, alpha)
+    (taken, refused), now = tried(path, rho), on_plane(path.weights)
+    plane = view.sheet.panels[0].given
+    low, high = (np.array([plane[axis][end] for axis in "xy"]) for end in ("lo", "hi"))
 
     def within(points):
         return ((low - 1e-9 <= points) & (points <= high + 1e-9)).all(-1)
 
-    for places in (seen.points, seen.taken, *seen.refused):
-        assert within(places[np.isfinite(places).all(1)]).all()
+    assert within(now).all()
+    assert within(taken[np.isfinite(taken).all(-1)]).all()
+    outside = np.isfinite(refused).all(-1) & ~within(refused)
+    np.testing.assert_array_equal(view.numbers["beyond"], outside.sum(1))
     for t, search in enumerate(path.searches):
-        tried = [seen.points[t] + size * search.direction.numpy()[:2] for size in (1.0, rho)[: len(search.losses)]]
-        assert seen.beyond[t] == sum(not within(place) for place in tried)
-        if search.accepted:
-            assert seen.taken[t] == pytest.approx(tried[-1])
+        places = [now[t] + size * search.direction.numpy()[:2] for size in (1.0, rho)[: len(search.losses)]]
+        found = np.concatenate([refused[t], taken[t]])
+        np.testing.assert_allclose(found[np.isfinite(found).all(-1)], places)
+        assert np.isfinite(taken[t]).any() == search.accepted
         if search.accepted and alpha == 0:
-            assert seen.taken[t] == pytest.approx(seen.points[t + 1], abs=1e-9)
-        assert np.isnan(seen.taken[t]).any() != search.accepted
+            assert taken[t][len(places) - 1] == pytest.approx(now[t + 1], abs=1e-9)
 
 
 def test_a_line_of_equal_loss_lies_on_that_loss(data):
     for level, line in contours().items():
         x, y = line[len(line) // 2 - 1] if np.isfinite(line[len(line) // 2 - 1]).all() else line[0]
-        weights = earlier_path().weights[0] + np.array([x, y]) @ components()[:2]
+        weights = reduced_path(0).weights[0] + np.array([x, y]) @ components()[:2]
         assert tanh_network(weights, *data)[0] == pytest.approx(level, abs=0.05)
 
 
