@@ -229,7 +229,7 @@ def ranges(see: Sheet, exponent=-20) -> None:
     x["ticks"] = [tick for tick in x["ticks"] if tick[0] <= 128]
     see.grid(370)
     title = "a power of two left of a bar becomes zero, one right of it is too large"
-    panel = see.panel(title=title, x=x, y=names(NAMES, down=True), pad=[28, 14, 42, 60])
+    panel = see.panel(title=title, x=x, y=names(NAMES, down=True), pad=[28, 14, 42, 66])
     forms, rows = [get_format(name) for name in NAMES], np.arange(len(NAMES))
     least, normal, top = np.log2([(f.min_subnormal, f.min_normal, f.max) for f in forms]).T
     for low, high, role, hatch in ((least, normal, "subnormal", "/"), (normal, top, "normal", None)):

@@ -13,8 +13,9 @@ from mpkit.view.sheet import LINES, exponents, fitted, linear, log2
 
 
 def picture(
-    x: str, y: str, lines: Mapping[str, ArrayLike], *, at: ArrayLike | None = None, powers: bool = False
-) -> Sheet:
+    x: str, y: str, lines: Mapping[str, ArrayLike], *,
+    at: ArrayLike | None = None, powers: bool = False, title: str = "what your function gives",
+) -> Sheet:  # fmt: skip
     """Lines by name over 0, 1, 2 ... or the places `at`; `powers` puts them on an axis of powers of two.
 
     Raises:  ValueError where nothing is finite, or lines and places differ in length.
@@ -31,7 +32,7 @@ def picture(
     see.grid(300, 840)
     low, high = fitted(*values.values(), room=1) if powers else (ends[0], max(ends[1], ends[0] + 1e-9))
     axis: dict[str, Any] = log2(y, low, high) if powers else linear(y, low, high, 5)
-    panel = see.panel(title="what your function gives", x=linear(x, float(place[0]), float(place[-1]), 6), y=axis)
+    panel = see.panel(title=title, x=linear(x, float(place[0]), float(place[-1]), 6), y=axis)
     for (name, line), color in zip(values.items(), LINES):
         panel.line(exponents(line, low, high) if powers else line, place, step="post", width=1.8, label=name, **color)
     see.say(f"{', '.join(values)}: {longest} places, from {ends[0]:.4g} to {ends[1]:.4g}.")
