@@ -237,8 +237,8 @@ def ranges(see: Sheet, exponent=-20) -> None:
         look = {"fill": f"{role}/0.45", "edge": "muted", "hatch": hatch, "label": role, "told": told}
         panel.boxes(low, rows - 0.3, high, rows + 0.3, **look)
     kept, fates = {f.name: bits_kept(f, exponent) for f in forms}, {f.name: fate(f, exponent) for f in forms}
-    for row, (bits, words) in enumerate(zip(kept.values(), fates.values())):
-        ink = "overflow" if bits < 0 else "ink" if bits else "zero"
+    for row, (held, words) in enumerate(zip(kept.values(), fates.values())):
+        ink = "overflow" if held < 0 else "ink" if held else "zero"
         panel.text(words.partition(",")[0], 133, row, anchor="start", color=ink)
     panel.handle("x", "exponent", exponent, -152, 130, "magnitude, 2 to the")
     see.rows = [{"format": name, f"2^{exponent}": fates[name]} for name in NAMES]
