@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import Count, check_kind, checked
 from mpkit.boost.grad_centralization import centralize_where_marked, is_centralized
-from mpkit.optimizers import Optimizer as OwnOptimizer
 from mpkit.optimizers.arguments import inner
 
 Group = dict[str, Any]
@@ -163,16 +162,10 @@ def regroup(optimizer: Optimizer, groups: Iterable[Group]) -> None:
     groups = [group for group in groups if group.get("params")]
     if not groups:
         raise ValueError("an optimizer needs at least one parameter, and every group is empty")
-    order = optimizer.parameters if isinstance(optimizer, OwnOptimizer) and optimizer._order is not None else None
     optimizer.param_groups[:] = [{**optimizer.defaults, **group} for group in groups]
     kept = {id(p) for group in groups for p in group["params"]}
     for p in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in kept]:
         del optimizer.state[p]
-    if isinstance(optimizer, OwnOptimizer) and order is not None:
-        optimizer._order = None  # while it is None, `parameters` lists group after group
-        listed = [p for p in order if id(p) in kept]
-        known = {id(p) for p in listed}
-        optimizer._order = optimizer._checked_order(listed + [p for p in optimizer.parameters if id(p) not in known])
 
 
 def subset(group: Group, parameters: Iterable[Tensor]) -> Group:

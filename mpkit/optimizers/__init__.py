@@ -7,8 +7,7 @@ from mpkit.optimizers.arguments import centralized, trainable_params, untrainabl
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.bf16 import BFloat16Weights, stochastic_bf16
 from mpkit.optimizers.layerwise import LARS
-from mpkit.optimizers.rprop import ASGD, Rprop
-from mpkit.optimizers.sgd import SGD, Momentum
+from mpkit.optimizers.sgd import ASGD, SGD, Momentum, Rprop
 from mpkit.optimizers.wrapper import Wrapper
 
 __all__ = [

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Positive, Rate, Share, TwoPositive
+from mpkit.optimizers.arguments import Pair, Positive, Rate, Share
 from mpkit.optimizers.base import Group, Optimizer
 from mpkit.optimizers.many import Many, Number
 from mpkit.optimizers.update import Update, root
@@ -40,11 +38,17 @@ class AdaFactor(Optimizer):
 
     slots = {"moment1": 0.0, "square": 0.0, "row": 0.0, "column": 0.0}
     switched = {"moment1": "beta1"}
+    refused = {
+        "give either a learning rate or relative_step=True, got {learning_rate!r} and {relative_step}": lambda given: (
+            (given["learning_rate"] is not None) == given["relative_step"]
+        ),
+        "warmup_init needs relative_step=True": lambda given: given["warmup_init"] and not given["relative_step"],
+    }
     decays_itself = by_axes = True
     decay_filter = rate_by_group = sliced = False
 
     learning_rate: Rate | None = None
-    eps: TwoPositive = (1e-30, 1e-3)
+    eps: Pair = (1e-30, 1e-3)
     clip_threshold: Positive = 1.0
     decay_rate: Positive = 0.8
     beta1: Share = 0.9
@@ -54,14 +58,6 @@ class AdaFactor(Optimizer):
     warmup_init: bool = False
     compression: bool = False
     loss_scale: Positive = 1.0
-
-    @staticmethod
-    def together(given: Mapping[str, Any]) -> None:
-        rate, relative = given["learning_rate"], given["relative_step"]
-        if (rate is not None) == relative:
-            raise ValueError(f"give a learning rate or relative_step=True, not {rate!r} and {relative}")
-        if given["warmup_init"] and not relative:
-            raise ValueError("warmup_init needs relative_step=True")
 
     def needed(self, p: Tensor, group: Group) -> list[str]:
         unused = {"square"} if p.ndim > 1 else {"row", "column"}

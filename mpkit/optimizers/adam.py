@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, field
-from typing import Any
 
 import torch
 
@@ -43,6 +41,11 @@ class Adam(Optimizer):
 
     slots = {"moment1": 0.0, "moment2": 0.0, "largest2": 0.0}
     switched = {"largest2": "use_amsgrad"}
+    refused = {
+        "use_lazy, use_offload and use_amsgrad exclude each other; choose one": lambda given: (
+            given["use_lazy"] + given["use_offload"] + given["use_amsgrad"] > 1
+        )
+    }
 
     learning_rate: Rate = 1e-3
     beta1: Beta = 0.9
@@ -56,11 +59,6 @@ class Adam(Optimizer):
     _: KW_ONLY
     use_lazy: bool = False
     use_offload: bool = False
-
-    @staticmethod
-    def together(given: Mapping[str, Any]) -> None:
-        if sum(given[name] for name in ("use_lazy", "use_offload", "use_amsgrad")) > 1:
-            raise ValueError("use_lazy, use_offload and use_amsgrad exclude each other; choose one")
 
     def update(self, u: Update) -> None:
         (b1, b2), (m, v) = u["betas"], moments(u)

@@ -21,7 +21,7 @@ from mpkit.optimizers.arguments import Declared, Params, centralized, parameters
 from mpkit.optimizers.groups import Group, Grouped, split_groups
 from mpkit.optimizers.many import Many, Number
 from mpkit.optimizers.saved import check_saved
-from mpkit.optimizers.update import Update, follow_, lots, silenced
+from mpkit.optimizers.update import Update, follow_, silenced
 
 Loss = TypeVar("Loss")
 
@@ -34,10 +34,15 @@ LARGE = 2**18
 computes on the way then stays in the cache, where memory for a whole tensor would be asked from the system anew."""
 
 LOT = 2**24
-"""Values that are updated together, on any device: a formula, and 16-bit weights even more, need memory on the way."""
+"""Values that are updated together, about, on any device: a formula needs memory on the way."""
 
-UNUSED = ("use_locking", "use_offload", "compression")  # taken for MindSpore's sake, without effect
-OWN = ("params", "learning_rate", "loss_scale", "count_skipped", "faithful", *UNUSED)
+TOLD = ("found_inf", "grad_scale")
+"""What torch.amp.GradScaler puts on an optimizer for a step."""
+PATCHES = frozenset({"step", "_opt_called", *TOLD})
+"""What torch's schedulers and scalers put on an optimizer: bound to this very object, so nothing for a copy of it."""
+OWN = {"params", "learning_rate", "loss_scale", "count_skipped", "faithful"} | {
+    *("use_locking", "use_offload", "compression")  # taken for MindSpore's sake, without effect
+}
 """Arguments of an optimizer; all others are options of its groups."""
 
 
@@ -86,16 +91,20 @@ class Optimizer(Declared, Grouped):
     faithful: bool = False
 
     slots: ClassVar[Mapping[str, float | str]] = {}  # state -> its first value, or the hyper-parameter that gives it
+    refused: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {}  # arguments that do not go together
     switched: ClassVar[Mapping[str, str]] = {}  # state -> the hyper-parameter without which it is not needed
     decays_itself = False  # True where `update` applies weight decay, and no static loss scale is divided out
     decay_filter = True  # False where MindSpore ignores the beta/gamma rule
     centralizes = True
     by_axes = False  # True where matrices have another state than vectors
+    _plain_closure = False  # see `evaluated`
     sliced = True  # False where a number depends on the others of its tensor, or nothing is computed on the way
 
     def __post_init__(self) -> None:
         given = self.given()
-        self.together(given)
+        for words, wrong in self.refused.items():
+            if wrong(given):
+                raise ValueError(words.format(**given))
         groups, order, grouped = split_groups(given["params"])
         self.loss_scale: float = given.get("loss_scale", 1.0)
         self.count_skipped, self.faithful = given["count_skipped"], given["faithful"]
@@ -106,20 +115,12 @@ class Optimizer(Declared, Grouped):
         # A dict, because torch.compile drops what a compiled step writes to attributes of an optimizer. "calls" is at
         # least the number of applied steps, and known without a host read.
         self._counts: dict[str, Any] = {"global_step": 0, "calls": 0}
-        self._plain_closure = self.rates_grouped = False
-        defaults = {
-            "lr": given.get("learning_rate") or 0.0,
-            "weight_decay": 0.0,
-            "grad_centralization": False,
-            "decay_by_name": not grouped and self.decay_filter,
-            "updates": 0,
-        }
-        super().__init__(groups, {**defaults, **hyper})
-        self._order = self._checked_order(order)
-
-    @staticmethod
-    def together(given: Mapping[str, Any]) -> None:
-        """Raise ValueError for arguments that do not go together."""
+        defaults = {"weight_decay": 0.0, "grad_centralization": False, "updates": 0}
+        defaults |= {"lr": given.get("learning_rate") or 0.0, "decay_by_name": self.decay_filter and not grouped}
+        super().__init__(groups, defaults | hyper)
+        self._order = order
+        if order and sorted(map(id, order)) != sorted(map(id, parameters_of(self))):
+            raise ValueError("order_params must list the grouped parameters once each, and no other")
 
     def update(self, u: Update) -> None:
         """Apply the formula to one `Update`, in place."""
@@ -151,12 +152,9 @@ class Optimizer(Declared, Grouped):
 
     def _count_on_device(self, device: torch.device) -> None:
         """From now on the counters are tensors, because only the device knows which steps were skipped."""
-        # adding skipped steps, which are counted in a tensor, makes it one; a graph needs a tensor from the start
-        if torch.compiler.is_compiling() and isinstance(self._counts["global_step"], int):
-            self._counts["global_step"] = torch.full((), self._counts["global_step"], dtype=torch.int64, device=device)
-        for group in self.param_groups:
-            if isinstance(group["updates"], int):
-                group["updates"] = torch.full((), group["updates"], dtype=torch.int64, device=device)
+        for held, name in [(self._counts, "global_step"), *((group, "updates") for group in self.param_groups)]:
+            if isinstance(held[name], int):
+                held[name] = torch.full((), held[name], dtype=torch.int64, device=device)
 
     # -- the step
 
@@ -169,7 +167,7 @@ class Optimizer(Declared, Grouped):
                  float32 tensors or None, are read as torch.amp.GradScaler sets them.
         """
         loss, keep = evaluated(self, closure), None
-        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        found, scale = (getattr(self, name, None) for name in TOLD)
         if found is not None and found.device.type in AT_HAND and not torch.compiler.is_compiling():
             if found.numpy(force=True).any():
                 self._counts["global_step"] += self.count_skipped
@@ -204,10 +202,8 @@ class Optimizer(Declared, Grouped):
             if (rows := grad.layout is not strided) and not (group.get("use_lazy") and grad.is_sparse):
                 raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
             alone = rows or (size > large and p.is_cpu)
-            found[i if alone else (p.dtype, p.device, by_axes and p.ndim > 1)].append(i)
-        if total <= LOT:
-            return list(found.values())
-        return [[at[k] for k in lot] for at in found.values() for lot in lots([params[i] for i in at], LOT)]
+            found[i if alone else (p.dtype, p.device, by_axes and p.ndim > 1, total // LOT)].append(i)
+        return list(found.values())
 
     def _update(
         self, group: Group, chosen: list[int], lr: Number, decay: Number, keep: Tensor | None, scale: Tensor | None
@@ -277,9 +273,8 @@ class Optimizer(Declared, Grouped):
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group["updates"] = int(group["updates"])
-            for key in ("lr", "weight_decay"):
-                if callable(group[key]):
-                    del group[key]
+            for key in [key for key in ("lr", "weight_decay") if callable(group[key])]:
+                del group[key]
         return {**saved, "global_step": self.global_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -303,8 +298,7 @@ class Optimizer(Declared, Grouped):
     def check_state(self, saved: dict[str, Any]) -> None:
         """Raise TypeError or ValueError unless each saved weight has the tensors that it starts with here."""
         check_saved(self, saved, whole=True)
-        check_alike("the state", saved, {"global_step": 0})
-        check_count("global_step", saved["global_step"], low=0)
+        check_count("global_step", saved.get("global_step"), low=0)
         for group, there in zip(self.param_groups, saved["param_groups"]):
             check_count("updates", there["updates"], low=0)
             for p, key in zip(group["params"], there["params"]):
@@ -313,9 +307,7 @@ class Optimizer(Declared, Grouped):
                     check_alike(f"state[{key!r}]", held, fresh | ({"master": p.detach()} if "master" in held else {}))
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("loss_scale", "count_skipped", "faithful", "_counts", "_plain_closure")
-        rest = ("gradient_rule", "rates_grouped", "_order")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in (*mine, *rest)}}
+        return {name: x for name, x in vars(self).items() if name not in PATCHES and "_hooks" not in name}
 
 
 def evaluated(optimizer: Any, closure: Callable[[], Loss] | None) -> Loss | None:
@@ -325,8 +317,7 @@ def evaluated(optimizer: Any, closure: Callable[[], Loss] | None) -> Loss | None
     """
     if closure is None:
         return None
-    told = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
-    optimizer._plain_closure = all(value is None for value in told)
+    optimizer._plain_closure = all(getattr(optimizer, name, None) is None for name in TOLD)
     try:
         with torch.enable_grad():
             return closure()

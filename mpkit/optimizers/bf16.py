@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torch.optim import Optimizer as TorchOptimizer
 from mpkit.arguments import check_alike, check_kind, checked
 from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.optimizers.saved import check_state
-from mpkit.optimizers.update import lots
 from mpkit.optimizers.wrapper import Wrapper
 
 Way = Literal["stochastic", "kahan"]
@@ -52,10 +52,10 @@ class BFloat16Weights(Wrapper):
 
     Args:    optimizer: built on the network's own bfloat16 parameters (float32 ones among them are left alone);
              way: "stochastic" or "kahan"; generator: source of the random bits.
-    Memory:  a step has float32 copies of as many weights at a time as the largest parameter holds. Counted for 100 M
-             weights in parameters of 1 M: nothing more between steps ("kahan": 2 bytes for each weight), 27 MB in
-             a step. mpkit's optimizers alone keep a float32 master of every 16-bit weight, 4 bytes for each, need no
-             wrapper to learn from small updates, and take up to 255 MB more in a step.
+    Memory:  a step has float32 copies of about as many weights at a time as the largest parameter holds. Counted for
+             100 M weights in parameters of 1 M: nothing more between steps ("kahan": 2 bytes for each weight), 27 MB
+             in a step. mpkit's optimizers alone keep a float32 master of every 16-bit weight, 4 bytes for each, need
+             no wrapper to learn from small updates, and take up to 255 MB more in a step.
     Raises:  TypeError if `optimizer` is none, needs a closure (LBFGS) or is a FreezeOpt, which goes around this;
              ValueError for another way, or if no parameter is bfloat16.
     Source:  arXiv:2010.06192 (both ways); torchao 0.18 for the rounding.
@@ -86,82 +86,72 @@ class BFloat16Weights(Wrapper):
         self.generator = generator
         self._wide: dict[Tensor, Tensor] = {}  # bfloat16 parameter -> its float32 stand-in, empty between steps
         self._lost: dict[Tensor, Tensor] = {}  # what rounding lost, where way is "kahan"
-        self._stand_ins()
+        self._low()
 
-    def _stand_ins(self) -> list[Tensor]:
+    def _low(self) -> list[Tensor]:
         """The bfloat16 parameters of all groups, those added later too; each has a stand-in afterwards."""
-        low = [p for p in parameters_of(self) if p in self._wide or p.dtype is torch.bfloat16]
-        for p in low:
-            if p in self._wide:
-                continue
+        low = [p for p in parameters_of(self) if p.dtype is torch.bfloat16]
+        for p in (p for p in low if p not in self._wide):
             self._wide[p] = wide = nn.Parameter(torch.empty(0, device=p.device))
-            if p in self.state:  # it has made steps already
-                held = {name: x for name, x in self.state.pop(p).items() if name != "master"}
-                low_state = {name for name, x in held.items() if getattr(x, "dtype", None) is torch.bfloat16}
-                self.state[wide] = {name: x.float() if name in low_state else x for name, x in held.items()}
             if self.way == "kahan":
                 self._lost[p] = torch.zeros_like(p)
+            if p in self.state:  # it has made steps already
+                held = {name: x for name, x in self.state.pop(p).items() if name != "master"}
+                narrow = {name for name, x in held.items() if getattr(x, "dtype", None) is torch.bfloat16}
+                self.state[wide] = {name: x.float() if name in narrow else x for name, x in held.items()}
         return low
 
     @contextmanager
-    def _float32(self, filled: bool = False) -> Iterator[None]:
-        """While the optimizer inside works, float32 stand-ins, empty ones unless `filled`, are where bfloat16 was."""
-        low, kept = self._stand_ins(), [list(group["params"]) for group in self.param_groups]
+    def _float32(self, some: Sequence[Tensor]) -> Iterator[None]:
+        """While the optimizer inside works, stand-ins are where bfloat16 was; those of `some` hold their weights."""
+        kept = [list(group["params"]) for group in self.param_groups]
         try:
             for group in self.param_groups:
                 group["params"] = [self._wide.get(p, p) for p in group["params"]]
-            for p in low if filled else ():
-                self._wide[p].data = p.float()
+            for p in some:
+                self._wide[p].data = p.float() + _remainder(p, self._lost[p]) if p in self._lost else p.float()
+                self._wide[p].grad = None if p.grad is None else p.grad.float()
             yield
         finally:
             for group, params in zip(self.param_groups, kept):
                 group["params"] = params
-            for p in low:
-                self._empty(p)
-
-    def _empty(self, p: Tensor) -> None:
-        wide = self._wide[p]
-        wide.data, wide.grad = wide.data.new_empty(0), None
+            for wide in (self._wide[p] for p in some):
+                wide.data, wide.grad = wide.data.new_empty(0), None
 
     def apply(self) -> None:
         """Some parameters after the other: the optimizer inside makes a step for each lot, and counts one for all."""
-        low = self._stand_ins()
-        moved, others = [p for p in low if p.grad is not None], set(parameters_of(self)) - set(low)
+        moved, total = [p for p in self._low() if p.grad is not None], 0
+        most, lots = max((p.numel() for p in moved), default=0), defaultdict[int, list[Tensor]](list)
+        for p in moved:
+            total += p.numel()
+            lots[total // max(most, 1)].append(p)
+        others = {p: p.grad for p in parameters_of(self) if p not in self._wide}
         counters = [*self.param_groups, getattr(inner(self), "_counts", {})]
-        before = [{k: _own(x) for k, x in counter.items() if k != "params"} for counter in counters]
-        grads = {p: p.grad for p in others}
-        with self._float32():
-            try:
-                for i, places in enumerate(lots(moved, max((p.numel() for p in moved), default=0))):
-                    lot = [moved[k] for k in places]
-                    if i:
-                        for counter, values in zip(counters, before):
-                            counter.update({k: _own(x) for k, x in values.items()})
-                        for p in others:
-                            p.grad = None
-                    for p in lot:
-                        self._wide[p].data = p.float() + _remainder(p, self._lost[p]) if p in self._lost else p.float()
-                        self._wide[p].grad = cast(Tensor, p.grad).float()
+        before = [_numbers(counter) for counter in counters]
+        try:
+            for lot in [*lots.values()] or [[]]:
+                for counter, held in zip(counters, before):
+                    counter.update(_numbers(held))
+                with self._float32(lot):
                     self.inside()
                     for p in lot:
                         self._round_(p, self._wide[p].data)
-                        self._empty(p)
-            finally:
-                for p, grad in grads.items():
-                    p.grad = grad
+                for p in others:
+                    p.grad = None
+        finally:
+            for p, grad in others.items():
+                p.grad = grad
 
     def _round_(self, p: Tensor, wide: Tensor) -> None:
-        for low, x, lost in _some_rows(p, wide, self._lost.get(p, p)):  # what rounding needs, it needs for a few rows
-            # bits at which the nearest is taken, ties to even; a cast would lose nothing where a compiler fuses it
-            bits = 0x8000 - ((x.view(torch.int32) >> 16) & 1) if p in self._lost else None
-            rounded = stochastic_bf16(x, bits, generator=self.generator) if p.dtype is torch.bfloat16 else x
-            low.copy_(rounded)
-            if p in self._lost:
-                lost.copy_(x - rounded.float())
+        # bits at which the nearest is taken, ties to even; a cast would lose nothing where a compiler fuses it
+        bits = 0x8000 - ((wide.view(torch.int32) >> 16) & 1) if p in self._lost else None
+        p.copy_(rounded := stochastic_bf16(wide, bits, generator=self.generator))
+        if p in self._lost:
+            self._lost[p].copy_(wide - rounded.float())
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside, what Kahan keeps, and the generator's state."""
-        with self._float32():
+        with self._float32(()):
             inside = self.optimizer.state_dict()
         generator = None if self.generator is None else self.generator.get_state()
         return {"inner": inside, "way": self.way, "lost": [x.clone() for x in self._lost_now()], "generator": generator}
@@ -174,16 +164,16 @@ class BFloat16Weights(Wrapper):
             raise ValueError(f"this state belongs to way={saved['way']!r}, this optimizer has way={self.way!r}")
         check_alike(name, saved, {"inner": {}, "lost": self._lost_now(), "generator": None})
         check_kind("generator", saved["generator"], Tensor, "a generator's state", optional=True)
-        with self._float32(filled=True):  # a state is checked, and cast by torch, beside the weights it belongs to
+        with self._float32(self._low()):  # a state is checked, and cast by torch, beside the weights it belongs to
             check_state(self.optimizer, saved["inner"])
 
     def _lost_now(self) -> list[Tensor]:
-        return [self._lost[p] for p in self._stand_ins() if p in self._lost]
+        return [self._lost[p] for p in self._low() if p in self._lost]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another way or other parameters."""
         self.check_state(state)
-        with self._float32(filled=True):
+        with self._float32(self._low()):
             self.optimizer.load_state_dict(copy.deepcopy(state["inner"]))
         for value, saved in zip(self._lost_now(), state["lost"]):
             value.copy_(saved)
@@ -191,17 +181,9 @@ class BFloat16Weights(Wrapper):
             self.generator.set_state(state["generator"])
 
 
-def _some_rows(*tensors: Tensor, values: int = 2**22) -> Iterable[tuple[Tensor, ...]]:
-    """Views of tensors of one shape, about so many values after the other."""
-    first = tensors[0]
-    if first.numel() <= values:
-        return [tensors]
-    return zip(*(x.split(max(1, values * len(first) // first.numel())) for x in tensors))
-
-
-def _own(x: object) -> object:
-    """A counter as it is now: a tensor is written to in place."""
-    return x.clone() if isinstance(x, Tensor) else x
+def _numbers(counter: dict[str, Any]) -> dict[str, Any]:
+    """What counts in a group, or beside the groups, as it is now: a tensor is written to in place."""
+    return {k: x.clone() if isinstance(x, Tensor) else x for k, x in counter.items() if k not in ("params", "lr")}
 
 
 def _remainder(p: Tensor, lost: Tensor) -> Tensor:

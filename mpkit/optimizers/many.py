@@ -12,8 +12,16 @@ Number = float | Tensor  # a host number, or a 0-d tensor where only the device 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
-def _of_each(kernel: Callable[[Tensors], Tensors]) -> Callable[[Many], Many]:
-    return lambda self: Many(kernel(self.xs))
+def _of_each(kernel: Callable[..., Tensors]) -> Callable[..., Many]:
+    return lambda self, *operand: Many(kernel(self.xs, *map(self._fit, operand)))
+
+
+def _in_place(kernel: Callable[..., object]) -> Callable[..., Many]:
+    def act(self: Many, *operand: Many | Number) -> Many:
+        kernel(self.xs, *map(self._fit, operand))
+        return self
+
+    return act
 
 
 class Many:
@@ -33,11 +41,20 @@ class Many:
         """An operand as the kernels take it; a 0-d tensor in the precision of these."""
         return x.xs if isinstance(x, Many) else x.to(self.xs[0].dtype) if isinstance(x, Tensor) else x
 
-    def times(self, x: Many | Number) -> Many:
-        return Many(torch._foreach_mul(self.xs, self._fit(x)))
-
-    def over(self, x: Many | Number) -> Many:
-        return Many(torch._foreach_div(self.xs, self._fit(x)))
+    times = __mul__ = _of_each(torch._foreach_mul)
+    over = __truediv__ = _of_each(torch._foreach_div)
+    __sub__ = _of_each(torch._foreach_sub)
+    sqrt = _of_each(torch._foreach_sqrt)
+    rsqrt = _of_each(torch._foreach_rsqrt)
+    reciprocal = _of_each(torch._foreach_reciprocal)
+    abs = _of_each(torch._foreach_abs)
+    sign = _of_each(torch._foreach_sign)
+    norms = _of_each(torch._foreach_norm)
+    mul_ = _in_place(torch._foreach_mul_)
+    div_ = _in_place(torch._foreach_div_)
+    sqrt_ = _in_place(torch._foreach_sqrt_)
+    at_least_ = _in_place(torch._foreach_clamp_min_)
+    at_most_ = _in_place(torch._foreach_clamp_max_)
 
     def plus(self, x: Many | Number, factor: Number = 1.0) -> Many:
         """self + factor * x, rounded once where the factor is a host number."""
@@ -47,22 +64,7 @@ class Many:
             x, factor = Many(torch._foreach_mul(self._fit(x), self._fit(factor))), 1.0
         return Many(torch._foreach_add(self.xs, self._fit(x), alpha=factor))  # without it torch reads a 0-d tensor
 
-    def __sub__(self, x: Many | float) -> Many:
-        return Many(torch._foreach_sub(self.xs, self._fit(x)))
-
-    __mul__ = times
-    __truediv__ = over
     __add__ = plus
-
-    def __pow__(self, power: float) -> Many:
-        return self.sqrt() if power == 0.5 else Many(torch._foreach_pow(self.xs, power))
-
-    sqrt = _of_each(torch._foreach_sqrt)
-    rsqrt = _of_each(torch._foreach_rsqrt)
-    reciprocal = _of_each(torch._foreach_reciprocal)
-    abs = _of_each(torch._foreach_abs)
-    sign = _of_each(torch._foreach_sign)
-    norms = _of_each(torch._foreach_norm)
 
     def add_(self, x: Many | Number, factor: float = 1.0, y: Many | None = None) -> Many:
         """self += factor * x * y."""
@@ -73,25 +75,8 @@ class Many:
             torch._foreach_add_(self.xs, self._fit(x), **more)
         return self
 
-    def mul_(self, x: Many | Number) -> Many:
-        torch._foreach_mul_(self.xs, self._fit(x))
-        return self
-
-    def div_(self, x: Many | Number) -> Many:
-        torch._foreach_div_(self.xs, self._fit(x))
-        return self
-
-    def sqrt_(self) -> Many:
-        torch._foreach_sqrt_(self.xs)
-        return self
-
-    def at_least_(self, low: float) -> Many:
-        torch._foreach_clamp_min_(self.xs, low)
-        return self
-
-    def at_most_(self, high: float) -> Many:
-        torch._foreach_clamp_max_(self.xs, high)
-        return self
+    def __pow__(self, power: float) -> Many:
+        return self.sqrt() if power == 0.5 else Many(torch._foreach_pow(self.xs, power))
 
     def map(self, function: Callable[..., Tensor], *others: Many) -> Many:
         """What has no kernel for lists: one tensor after the other."""

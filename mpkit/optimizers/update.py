@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import decays_by_name
 from mpkit.optimizers.many import Many, Number, Tensors
 
 
@@ -113,17 +112,13 @@ class Update:
             left = rate.part(where).times(-decay) + 1.0 if isinstance(rate, Many) else 1.0 - rate * decay
             self.w.part(where).mul_(left)
 
-    def on_device(self, x: Number) -> Tensor:
-        """A number as a 0-d float32 tensor where the weights are, without a copy from the host."""
-        device = self.w.xs[0].device
-        return x.float() if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float32, device=device)
-
     def decayed(self) -> list[int]:
         """Positions of the weights that decay reaches."""
         if isinstance(self.decay, float) and self.decay == 0.0:
             return []
         names = self.group.get("param_names") if self.group["decay_by_name"] else None
-        return [k for k, i in enumerate(self.chosen) if names is None or decays_by_name(names[i])]
+        # MindSpore's rule for ungrouped parameters
+        return [k for k, i in enumerate(self.chosen) if not names or not ("beta" in names[i] or "gamma" in names[i])]
 
 
 def unbiased(beta: float, t: Number) -> Number:
@@ -133,20 +128,6 @@ def unbiased(beta: float, t: Number) -> Number:
 
 def root(x: Number) -> Number:
     return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
-
-
-def lots(xs: Tensors, most: int) -> list[list[int]]:
-    """Places of tensors in lots of at most so many values, or of one tensor; one empty lot if there are none."""
-    made: list[list[int]] = [[]]
-    size = 0
-    for i, x in enumerate(xs):
-        # one that is larger than a lot has a lot of its own, and never waits beside others
-        if made[-1] and size + x.numel() > most:
-            made.append([])
-            size = 0
-        made[-1].append(i)
-        size += x.numel()
-    return made
 
 
 def in_one(xs: Tensors) -> Tensor:

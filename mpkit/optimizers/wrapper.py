@@ -10,12 +10,8 @@ from torch.optim import Optimizer as TorchOptimizer
 
 from mpkit.arguments import checked
 from mpkit.optimizers.arguments import need_plain_step
-from mpkit.optimizers.base import Loss, evaluated
+from mpkit.optimizers.base import PATCHES, TOLD, Loss, evaluated
 from mpkit.optimizers.saved import check_state
-
-NOT_MINE = frozenset({"optimizer", "found_inf", "grad_scale"})
-PATCHES = frozenset({"step", "_opt_called", "found_inf", "grad_scale"})
-"""What torch's schedulers and scalers put on an optimizer: bound to this very object, so nothing for a copy of it."""
 
 
 class Wrapper(TorchOptimizer):
@@ -31,16 +27,17 @@ class Wrapper(TorchOptimizer):
     def __init__(self, optimizer: TorchOptimizer) -> None:
         need_plain_step(optimizer)
         self.optimizer = optimizer
-        self._plain_closure = False
 
     param_groups = property(lambda self: self.optimizer.param_groups)
     state = property(lambda self: self.optimizer.state)
     defaults = property(lambda self: self.optimizer.defaults)
 
     def __getattr__(self, name: str) -> Any:  # only for names that this class does not have
-        if name in NOT_MINE or name.startswith("__"):
+        if name in ("optimizer", *TOLD) or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    _plain_closure = False
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -65,7 +62,7 @@ class Wrapper(TorchOptimizer):
     def inside(self, optimizer: TorchOptimizer | None = None) -> None:
         """One step of the optimizer inside (or another one), told of `found_inf` and `grad_scale`, without hooks."""
         optimizer = self.optimizer if optimizer is None else optimizer
-        told = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}
+        told = {name: getattr(self, name, None) for name in TOLD}
         vars(optimizer).update(told)
         step: Any = type(optimizer).step
         try:
@@ -74,9 +71,6 @@ class Wrapper(TorchOptimizer):
             for name in told:
                 delattr(optimizer, name)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler of the one inside looks for it
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer inside."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import check_alike
 from mpkit.optimizers.arguments import parameters_of
-from mpkit.optimizers.saved import check_kinds, check_state, kinds_of
+from mpkit.optimizers.saved import check_rule, check_state, rule_of
 from mpkit.scalers.tensor_scale import several_processes
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext
@@ -167,7 +167,7 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """Scale, rule, optimizers and hooks as they stand between two updates."""
         states = {name: [_state_of(part) for part in parts] for name, parts in self._parts().items()}
-        kinds = [kinds_of(update.optimizer) for update in self.updates]
+        kinds = [rule_of(update.optimizer) for update in self.updates]
         return {"scale": self.scaling.seed.clone(), "kinds": kinds, **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -178,8 +178,8 @@ class Step:
         shapes = {name: [None] * len(parts) for name, parts in self._parts().items()}
         own = {"scale": self.scaling.seed, "kinds": shapes["optimizers"], **shapes}
         check_alike("the state of a step", state, own)
-        for update, kinds in zip(self.updates, state["kinds"]):
-            check_kinds(update.optimizer, kinds)
+        for update, kind in zip(self.updates, state["kinds"]):
+            check_rule(update.optimizer, kind)
         pairs = [pair for name, parts in self._parts().items() for pair in zip(parts, state[name])]
         for part, saved in pairs:
             self._ask(part, saved)

@@ -132,8 +132,8 @@ def test_the_ends_of_a_range(name):
 @pytest.mark.parametrize(
     ("key", "value", "error", "says"),
     [
-        ("lr", None, TypeError, "a learning rate is a number, a list, a tensor or a schedule, got None"),
-        ("lr", "0.1", ValueError, "got the string '0.1'"),
+        ("lr", None, TypeError, "lr must be a number, got None"),
+        ("lr", "0.1", ValueError, "got '0.1'"),
         ("weight_decay", [0.1], TypeError, "weight_decay must be a number, got"),
         ("weight_decay", None, TypeError, "weight_decay must be a number, got None"),
     ],
@@ -152,7 +152,7 @@ def test_what_is_no_rate_or_no_decay_is_refused_before_any_group_moves(key, valu
 
 @pytest.mark.parametrize("rate", [math.inf, -math.inf, math.nan, -1e-30, 10**400])
 def test_a_rate_is_finite_and_not_negative(rate: float) -> None:
-    with pytest.raises(ValueError, match="a learning rate must be at least 0 and finite"):
+    with pytest.raises(ValueError, match="learning_rate must"):
         opt.SGD([nn.Parameter(torch.zeros(1))], rate)
 
 
