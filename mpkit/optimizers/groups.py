@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_flags, check_kind, checks_of
+from mpkit.arguments import check_flags, check_kind
 from mpkit.optimizers.arguments import learning_rate_of, parameters_of, weight_decay_of
 from mpkit.optimizers.many import Number
 from mpkit.schedules import LearningRateSchedule, ListedLR
@@ -30,7 +30,6 @@ class Grouped(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; as the groups given to the constructor, but `order_params` is no longer possible."""
         group, own_rate = dict(param_group), "lr" in param_group
-        checks = {"learning_rate": learning_rate_of, "weight_decay": weight_decay_of, **checks_of(type(self).__init__)}
         if "params" not in group or set(group) - GROUP_KEYS:
             raise KeyError(f"a group needs 'params' and takes {sorted(GROUP_KEYS)}, got {sorted(group)}")
         if own_rate and not self.rate_by_group:
@@ -45,9 +44,9 @@ class Grouped(torch.optim.Optimizer):
         every = parameters_of(self) + tensors
         if len(set(every)) < len(every):
             raise RuntimeError("a parameter is in two groups, or twice in one; it would be updated twice")
-        for key, argument in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        for key, converted in (("lr", learning_rate_of), ("weight_decay", weight_decay_of)):
             if key in group:
-                group[key] = checks[argument](key, group[key])
+                group[key] = converted(key, group[key])
         check_flags(grad_centralization=group.get("grad_centralization", False))
         rates = [g["lr"] for g in self.param_groups] + [group.get("lr", self.defaults["lr"])]
         if len(lengths := {len(rate.values) for rate in rates if isinstance(rate, ListedLR)}) > 1:
