@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpkit.boost.adasum import AdaSum, adasum, adasum_pair
 
@@ -27,11 +27,6 @@ def test_half_precision_updates_get_wide_inner_products() -> None:
     merged = adasum_pair(a, a)
     assert merged.dtype == torch.float16
     assert merged.tolist() == [300.0, 0.0]
-
-
-def test_the_class_says_how_to_start_processes() -> None:
-    with pytest.raises(RuntimeError, match="start the script with torchrun"):
-        AdaSum(0, 1, 2, [nn.Parameter(torch.zeros(1))])
 
 
 @pytest.mark.gpu

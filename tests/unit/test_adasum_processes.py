@@ -86,7 +86,16 @@ def _descend(rank: int, world: int, rows: slice) -> list[Tensor]:
     return [*(p.detach() for p in params), reduce.inverse_hessian]
 
 
-SCENARIOS = {f.__name__: f for f in (merge, train, reduce_dimensions)}
+def mismatched(rank: int, world: int) -> list[str]:
+    """What a process hears whose weight has another shape than that of another process."""
+    try:
+        AdaSum(rank, 1, world, [nn.Parameter(torch.zeros(3 + (rank == 1)))])
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+SCENARIOS = {f.__name__: f for f in (merge, train, reduce_dimensions, mismatched)}
 
 
 def rank_main(rank: int, scenario: str, world: int, folder: Path) -> None:
@@ -112,7 +121,7 @@ def launch(scenario: str, world: int, folder: Path) -> list[dict[str, Any]]:
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]]]:
     """One launch of everything that should work: (world, what each rank saw)."""
     world = request.param
-    return world, launch("merge+train+reduce_dimensions", world, tmp_path_factory.mktemp(f"world{world}"))
+    return world, launch("+".join(SCENARIOS), world, tmp_path_factory.mktemp(f"world{world}"))
 
 
 @pytest.mark.slow
@@ -153,6 +162,12 @@ def test_dimension_reduction_over_ranks_equals_one_process(run: tuple[int, list[
     for seen in run[1]:
         for got, want in zip(seen["reduce_dimensions"], alone):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_other_shapes_in_another_process_are_told_to_all(run: tuple[int, list[dict[str, Any]]]) -> None:
+    for seen in run[1]:
+        assert "same parameters, in the same order" in seen["mismatched"][0]
 
 
 @pytest.mark.slow
