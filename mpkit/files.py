@@ -32,7 +32,7 @@ def regular(path: str | Path) -> Path:
     Raises:  ValueError for a device or a pipe, which a link in a stranger's folder can lead to: they may never end.
     """
     path = Path(path)
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if os.path.exists(path) and not (path.is_file() or path.is_dir()):  # False for a name that is too long
         raise ValueError(f"{path} is a device or a pipe, which may never end; name a file")
     return path
 

@@ -156,8 +156,8 @@ class AdaSum(nn.Module):
                          sends and holds 2n values however many nodes there are; "full": each rank gets the updates of
                          all and gives bit for bit what `adasum` gives. Both apply the same formula.
         eps:             times the ranks below a level, added to the three inner products.
-    Raises:  ValueError for a world that is not device_number x 2**m, for parameters of other shapes in another process,
-             and torch's own without a process group; torch's RuntimeError when a peer is gone, or silent for longer
+    Raises:  ValueError for a world that is not device_number x 2**m, and for parameters of other shapes in another
+             process; RuntimeError without a process group, and torch's own when a peer is gone, or silent for longer
              than the process group waits.
     Edges:   buffers such as batch norm statistics stay local to each rank.
     Source:  MindSpore boost.AdaSum, which halves vector by vector between partners, with the same result, and where
@@ -177,6 +177,8 @@ class AdaSum(nn.Module):
         eps: float = EPS_PER_RANK,
     ) -> None:
         super().__init__()
+        if not dist.is_initialized():
+            raise RuntimeError("start processes with torchrun and call init_process_group first; one process: adasum()")
         world, here = dist.get_world_size(process_group), dist.get_rank(process_group)
         _need_power_of_two(group_number)
         if device_number < 1 or device_number * group_number != world or rank != here:

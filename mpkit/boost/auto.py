@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from mpkit.arguments import checked
 from mpkit.boost.adasum import AdaSumUpdate, adasum_enabled
 from mpkit.boost.config import FLAGS, LEVELS, SECTIONS, Config, Inactive
-from mpkit.boost.dim_reduce import DimReduce, prepare_pca
-from mpkit.boost.dim_reduce.descent import DimReduceUpdate
+from mpkit.boost.dim_reduce import DimReduce, DimReduceUpdate, prepare_pca
 from mpkit.boost.freeze_opt import need_unused
 from mpkit.boost.grad_accumulation import Accumulate
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module

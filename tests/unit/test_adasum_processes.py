@@ -19,7 +19,8 @@ from support import ROOT, in_processes
 from torch import Tensor, nn
 
 from mpkit.boost.adasum import AdaSum, adasum
-from mpkit.boost.dim_reduce import DimReduce, row_block
+from mpkit.boost.dim_reduce import DimReduce
+from mpkit.boost.pca import row_block
 from mpkit.step import WithLossCell
 
 SHAPES = [(7, 5), (1, 9), (1,), (2, 3, 4), (), (3,)]

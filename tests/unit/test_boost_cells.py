@@ -21,8 +21,7 @@ from mpkit.boost import (
     LessBN,
 )
 from mpkit.boost.adasum import AdaSumUpdate
-from mpkit.boost.dim_reduce import WeightSnapshots
-from mpkit.boost.dim_reduce.descent import DimReduceUpdate
+from mpkit.boost.dim_reduce import DimReduceUpdate, WeightSnapshots
 from mpkit.boost.freeze_opt import Freeze
 from mpkit.model import Model
 from mpkit.scalers import DynamicLossScaleManager, DynamicLossScaleUpdateCell

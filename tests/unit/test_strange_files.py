@@ -31,7 +31,7 @@ from torch import nn
 from mpkit import data
 from mpkit.boost import AutoBoost
 from mpkit.boost.dim_reduce import prepare_pca
-from mpkit.boost.dim_reduce.components import WeightSnapshots, read_pca_rows, read_snapshots, write_pca_files
+from mpkit.boost.pca import WeightSnapshots, read_pca_rows, read_snapshots, write_pca_files
 from mpkit.experiment import Results, command, experiment, train
 from mpkit.files import read_npz, read_tensors
 from mpkit.model import Model
@@ -388,7 +388,6 @@ def test_entries_that_lie_in_each_other_are_refused_before_they_are_unpacked(tmp
 
 
 ELSE = {  # what does not call it a device
-    "components": "must be an existing .npy file",
     "index of a store": "no experiment in",
 }
 

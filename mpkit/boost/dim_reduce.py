@@ -14,17 +14,21 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from mpkit.arguments import Count, Index, check_kind, check_number, checked
-from mpkit.boost.dim_reduce.components import row_block
+from mpkit.boost.pca import WeightSnapshots, pca_matrix, prepare_pca, read_pca_rows, row_block, write_pca_files
 from mpkit.model.randomness import random_state, set_random_state
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import StepContext
 from mpkit.step.update import Update, Wrapped
 
-
-def _rows(name: str, value: Any) -> Any:
-    check_kind(name, value, (np.ndarray, Tensor), "an array or a tensor")
-    return value
-
+__all__ = [
+    "DimReduce",
+    "LineSearch",
+    "WeightSnapshots",
+    "pca_matrix",
+    "prepare_pca",
+    "read_pca_rows",
+    "write_pca_files",
+]
 
 Open = Annotated[float, partial(check_number, high=1.0, open_low=True)]
 CURVATURE_FLOOR = 1e-20
@@ -61,7 +65,8 @@ class DimReduce(nn.Module):
 
     Args:
         network:       returns the loss of a batch: called with the inputs of a step.
-        optimizer:     plain SGD with learning rate 1 over `weight`: the whole move is handed to it as a gradient.
+        optimizer:     plain SGD with learning rate 1 over `weight`, as MindSpore drives it. Its step would add the move
+                       that is computed here and nothing else, so it is added to the weights at once.
         weight:        the trained parameters; their order is that of the columns of P.
         pca_mat_local: (rows, n) this rank's rows of P, an array or tensor (see `prepare_pca`).
         n_components:  k, over all ranks.
@@ -88,7 +93,7 @@ class DimReduce(nn.Module):
         network: nn.Module,
         optimizer: Optimizer,
         weight: Sequence[nn.Parameter],
-        pca_mat_local: Annotated[Any, _rows],
+        pca_mat_local: np.ndarray | Tensor,
         n_components: Count = 32,
         rho: Open = 0.55,
         gamma: Annotated[float, partial(check_number, high=1.0)] = 0.9,
@@ -101,16 +106,15 @@ class DimReduce(nn.Module):
     ) -> None:
         super().__init__()
         self.weights, self.block = tuple(weight), row_block(n_components, rank, rank_size)
-        size = _check_optimizer(optimizer, self.weights)
-        rows, own = torch.as_tensor(pca_mat_local), self.block.stop - self.block.start
-        if rank >= rank_size or rows.shape != (own, size):
+        _check_optimizer(optimizer, self.weights)
+        check_kind("pca_mat_local", pca_mat_local, (np.ndarray, Tensor), "an array or a tensor")
+        size, rows = sum(w.numel() for w in self.weights), torch.as_tensor(pca_mat_local)
+        if rows.shape != (own := self.block.stop - self.block.start, size):
             raise ValueError(
                 f"pca_mat_local must have {own} rows ({n_components} components, rank {rank} of {rank_size}) of "
                 f"{size} weights, got {tuple(rows.shape)}"
             )
-        if rank_size > 1 and not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(f"rank_size={rank_size} needs torch.distributed.init_process_group first")
-        self._parts = (network, optimizer)  # a tuple: the network's state stays out of this module's
+        self._network = (network,)  # a tuple: the network's state stays out of this module's
         self.rho, self.gamma, self.alpha, self.sigma = rho, gamma, alpha, sigma
         self.rank, self.rank_size, self._group = rank, rank_size, process_group
         like = self.weights[0].new_zeros((), dtype=torch.promote_types(self.weights[0].dtype, torch.float32))
@@ -119,7 +123,7 @@ class DimReduce(nn.Module):
         for name, length in (("last_projection", n_components), ("last_move", n_components), ("momentum", size)):
             self.register_buffer(name, like.new_zeros(length))
         self.search: LineSearch | None = None
-        self._random, self._trying = random_state(), False
+        self._random = random_state()
         network.register_forward_pre_hook(self._real)
 
     @torch.no_grad()
@@ -141,7 +145,7 @@ class DimReduce(nn.Module):
         """
         if len(old_grad) != len(self.weights):
             raise ValueError(f"need one gradient for each of {len(self.weights)} weights, got {len(old_grad)}")
-        gradient = _flat(old_grad).to(self.momentum)
+        gradient = nn.utils.parameters_to_vector(old_grad).to(self.momentum)
         projection = self._gathered(self.pca @ gradient)
         hessian = self._updated(projection)
         direction = -(hessian @ projection)
@@ -151,7 +155,8 @@ class DimReduce(nn.Module):
             self.inverse_hessian, self.last_projection, self.last_move = hessian, projection, rho * direction
         self.search = LineSearch(projection, direction, rho, rho > 0, losses)
         self.momentum.mul_(self.gamma).add_(gradient - self._back(projection))
-        self._step(rho * move - self.alpha * self.momentum)
+        for w, part in zip(self.weights, self._split(rho * move - self.alpha * self.momentum)):
+            w.add_(part)
         return loss
 
     def _updated(self, projection: Tensor) -> Tensor:
@@ -174,29 +179,18 @@ class DimReduce(nn.Module):
 
     def _tried(self, move: Tensor, inputs: tuple[Any, ...]) -> Tensor:
         """The loss at moved weights, with the dropout of the last real pass; weights and buffers stay as they are."""
-        network, kept = self._parts[0], random_state()
+        (network,), kept, drawn = self._network, random_state(), self._random
         moved = {id(w): (w + part).to(w.dtype) for w, part in zip(self.weights, self._split(move))}
         parts = {name: moved[id(p)] for name, p in network.named_parameters() if id(p) in moved}
-        self._trying = True
-        set_random_state(self._random)
+        set_random_state(drawn)
         try:
             return functional_call(network, parts | {n: b.clone() for n, b in network.named_buffers()}, inputs)
         finally:
             set_random_state(kept)
-            self._trying = False
+            self._random = drawn
 
     def _real(self, module: nn.Module, inputs: object) -> None:
-        if not self._trying:
-            self._random = random_state()
-
-    def _step(self, move: Tensor) -> None:
-        """Give the negative move to the SGD with rate 1; the true gradients are put back."""
-        kept = [w.grad for w in self.weights]
-        for w, part in zip(self.weights, self._split(-move)):
-            w.grad = part.to(w.dtype)
-        self._parts[1].step()
-        for w, grad in zip(self.weights, kept):
-            w.grad = grad
+        self._random = random_state()
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         return [p.view_as(w) for p, w in zip(flat.split([w.numel() for w in self.weights]), self.weights)]
@@ -244,23 +238,16 @@ class DimReduceUpdate(Wrapped):
         self.dim_reduce(ctx.loss, grads, None, None, *ctx.inputs)
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> int:
-    """Raise unless it is plain SGD of rate 1 of these weights; -> how many values they have."""
-    for each in weights:
-        check_kind("each of weight", each, nn.Parameter, "a parameter")
+def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> None:
+    """Raise ValueError unless it is plain SGD of rate 1 of these weights."""
     plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     for group in optimizer.param_groups:
         found = {key: float(group.get(key, default)) for key, default in plain.items()}
         if found != plain or "betas" in group:
             raise ValueError(
-                f"DimReduce computes the whole move and needs plain SGD with lr 1 to apply it, got "
+                f"DimReduce computes the whole move, as plain SGD with lr 1 would apply it, got "
                 f"{type(optimizer).__name__} with {found}; the rate of the residual is alpha"
             )
     held = {id(p) for p in parameters_of(optimizer)}
     if {id(w) for w in weights} != held:
         raise ValueError(f"the optimizer must hold exactly the {len(weights)} weights, it holds {len(held)} parameters")
-    return sum(w.numel() for w in weights)

@@ -5,46 +5,25 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpkit.arguments import Count, Index, check_alike, check_count, check_kind, check_number, checked
+from mpkit.arguments import Count, Index, check_alike, check_kind, check_number, checked
 from mpkit.files import read_npy, read_tensors, write_tensors, write_whole
 from mpkit.step import Hook, StepContext
+from mpkit.step.distributed import several_processes
 
 SUFFIXES = (".ckpt", ".pt", ".pth")
 FULL_NAME = "pca_mat_temp.npy"
 MARKER = "save_pca_end.txt"
-MOST_RANKS = 2**16
 OVERSAMPLING = 10
 POLL_SECONDS = 0.1
-
-
-def _array(name: str, value: object) -> Any:
-    check_kind(name, value, np.ndarray, "an array")
-    return value
-
-
-def _draws(name: str, value: object) -> Any:
-    check_kind(name, value, (np.random.Generator, np.random.RandomState), "a NumPy Generator or RandomState")
-    return value
-
-
-def _rank(name: str, value: object) -> int:
-    if (rank := check_count(name, value, low=0)) > MOST_RANKS:
-        raise ValueError(
-            f"{name} must be at most {MOST_RANKS}, a file for each, got an int of {rank.bit_length()} bits"
-        )
-    return rank
-
-
-Array = Annotated[np.ndarray, _array]
-Draws = Annotated[Any, _draws]
-Rank = Annotated[int, _rank]
+Draws = np.random.Generator | np.random.RandomState | int
+Seconds = Annotated[float, check_number]
 
 
 class WeightSnapshots(Hook):
@@ -107,11 +86,11 @@ def _trained(network: nn.Module) -> dict[str, Tensor]:
 
 @checked
 def pca_matrix(
-    data: Array,
+    data: np.ndarray,
     n_components: Count,
     *,
     method: Literal["randomized", "full"] = "randomized",
-    generator: Draws | None = None,
+    generator: Draws = 0,
 ) -> np.ndarray:
     """The first principal components of `data`, one per row, with orthonormal rows.
 
@@ -120,11 +99,13 @@ def pca_matrix(
              Signs: "randomized" makes the largest entry of each component's sample side positive, "full" that of the
              component itself.
     Args:
-        generator: draws the random directions of "randomized"; None: numpy's default_rng(0), so runs repeat.
+        generator: draws the random directions of "randomized", or a seed of one, so that runs repeat.
     Raises:  ValueError for fewer samples or weights than components.
     Source:  Halko, Martinsson, Tropp 2011, arXiv:0909.4061, algorithms 4.4 and 5.1 with one power iteration and ten
              extra directions, as in MindSpore boost (which centres the caller's array in place).
     """
+    check_kind("data", data, np.ndarray, "an array")
+    draws = generator if isinstance(generator, np.random.RandomState) else np.random.default_rng(generator)
     data = np.array(data, dtype=np.float64)
     if data.ndim != 2 or n_components > min(data.shape):
         raise ValueError(
@@ -138,17 +119,18 @@ def pca_matrix(
     if method == "full":
         components = samples = np.linalg.svd(data, full_matrices=False)[2][:n_components]
     else:
-        draws = np.random.default_rng(0) if generator is None else generator
         components, samples = _randomized(data, n_components, draws)
     largest = samples[np.arange(len(samples)), np.abs(samples).argmax(axis=1)]
     return components * np.sign(largest)[:, None]
 
 
-def _randomized(data: np.ndarray, k: int, generator: Any) -> tuple[np.ndarray, np.ndarray]:
+def _randomized(
+    data: np.ndarray, k: int, draws: np.random.Generator | np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
     """The components, and their sample sides, which fix the signs."""
     wide = data.shape[0] < data.shape[1]
     tall = data.T if wide else data
-    basis = tall @ generator.normal(size=(tall.shape[1], min(k + OVERSAMPLING, tall.shape[1])))
+    basis = tall @ draws.normal(size=(tall.shape[1], min(k + OVERSAMPLING, tall.shape[1])))
     basis = np.linalg.qr(basis)[0]  # any basis of the same space does; QR keeps it well conditioned
     basis = np.linalg.qr(tall @ np.linalg.qr(tall.T @ basis)[0])[0]
     left, _, right = np.linalg.svd(basis.T @ tall, full_matrices=False)
@@ -156,26 +138,24 @@ def _randomized(data: np.ndarray, k: int, generator: Any) -> tuple[np.ndarray, n
     return (left, right) if wide else (right, left)
 
 
-@checked
-def row_block(rows: Index, rank: Index, rank_size: Count) -> slice:
+def row_block(rows: int, rank: int, rank_size: int) -> slice:
     """The rows of rank `rank`: ceil(rows / rank_size) each, the last ranks fewer or none."""
     each = -(-rows // rank_size)
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
 @checked
-def write_pca_files(full_path: str | Path, matrix: Array, rank_size: Rank) -> None:
-    """Write each rank's rows beside `full_path`, `<stem>_rank_<r>.npy`, then an empty marker: all are there."""
+def write_pca_files(full_path: str | Path, matrix: np.ndarray, rank_size: Count) -> None:
+    """Write the rows of each rank beside `full_path`, `<stem>_rank_<r>.npy`, then a marker: all are there."""
     full_path = Path(full_path)
-    marker = full_path.with_name(MARKER)
-    marker.unlink(missing_ok=True)
-    for rank in range(rank_size):
+    full_path.with_name(MARKER).unlink(missing_ok=True)
+    for rank in range(min(rank_size, len(matrix))):  # others have no rows
         _save(_rank_path(full_path, rank), matrix[row_block(len(matrix), rank, rank_size)])
-    write_whole(marker, lambda file: None)
+    write_whole(full_path.with_name(MARKER), lambda file: None)
 
 
 @checked
-def read_pca_rows(full_path: str | Path, rank: Rank, timeout: Annotated[float, check_number] = 1800.0) -> np.ndarray:
+def read_pca_rows(full_path: str | Path, rank: Index, timeout: Seconds = 1800.0) -> np.ndarray:
     """One rank's rows, as soon as the marker is there.
 
     Raises:  RuntimeError when it is not there after `timeout` seconds; ValueError for a damaged file.
@@ -204,12 +184,12 @@ def prepare_pca(
     *,
     pca_mat_path: str | Path | None = None,
     weight_load_dir: str | Path | None = None,
-    timeout: float = 1800.0,
-    rank: Rank = 0,
+    timeout: Seconds = 1800.0,
+    rank: Index = 0,
     rank_size: Count = 1,
     device_number: Count = 8,
     method: Literal["randomized", "full"] = "randomized",
-    generator: Draws | None = None,
+    generator: Draws = 0,
 ) -> np.ndarray:
     """This rank's rows of the PCA matrix, from a `.npy` file or from the snapshots in a directory.
 
@@ -222,23 +202,27 @@ def prepare_pca(
              after `timeout` seconds.
     Source:  MindSpore boost, section dim_reduce of the configuration.
     """
-    source = _source(pca_mat_path, weight_load_dir)
-    full_path = source if source.is_file() else source / FULL_NAME
-    computes = rank % device_number == 0
-    if computes:
-        full_path.with_name(MARKER).unlink(missing_ok=True)
-    if rank_size > 1 and dist.is_available() and dist.is_initialized():
-        dist.barrier()
+    source = weight_load_dir if pca_mat_path is None else pca_mat_path
+    if source is None:
+        raise ValueError(
+            "dim_reduce needs pca_mat_path (a .npy file) or weight_load_dir (a directory of WeightSnapshots)"
+        )
+    full_path = Path(source) / FULL_NAME if pca_mat_path is None else Path(source)
     weights = sum(p.numel() for p in _trained(network).values())
+    if computes := rank % device_number == 0:
+        full_path.with_name(MARKER).unlink(missing_ok=True)
+    if several_processes():
+        dist.barrier()
+    if computes and pca_mat_path is None:
+        matrix = pca_matrix(read_snapshots(source, network), n_components, method=method, generator=generator)
+        _save(full_path, matrix)
+    elif computes:
+        matrix = np.atleast_1d(read_npy(full_path))[:n_components]
+        _need_rows(matrix, (n_components, weights), f"from {full_path.name!r}")
     if computes:
-        if source.is_file():
-            matrix = read_npy(source)
-        else:
-            matrix = pca_matrix(read_snapshots(source, network), n_components, method=method, generator=generator)
-            _save(full_path, matrix)
-        _need_rows(np.atleast_1d(matrix)[:n_components], (n_components, weights), f"from {source.name!r}")
-        write_pca_files(full_path, matrix[:n_components], rank_size)
-    rows, own = read_pca_rows(full_path, rank, timeout), row_block(n_components, rank, rank_size)
+        write_pca_files(full_path, matrix, rank_size)
+    own = row_block(n_components, rank, rank_size)
+    rows = read_pca_rows(full_path, rank, timeout) if own.start < own.stop else np.empty((0, weights))
     _need_rows(rows, (own.stop - own.start, weights), f"in {str(full_path.parent)!r}; remove the files of earlier runs")
     return rows
 
@@ -247,15 +231,3 @@ def _need_rows(matrix: np.ndarray, shape: tuple[int, int], where: str) -> None:
     if matrix.shape != shape or matrix.dtype.kind != "f":
         came = f"{matrix.shape} of {matrix.dtype} {where}"
         raise ValueError(f"need {shape[0]} components of {shape[1]} weights, got a matrix {came}")
-
-
-def _source(pca_mat_path: str | Path | None, weight_load_dir: str | Path | None) -> Path:
-    if pca_mat_path is not None:
-        path = Path(pca_mat_path)
-        if path.suffix != ".npy" or not path.is_file():
-            raise ValueError(f"pca_mat_path must be an existing .npy file, got {str(path)!r}")
-        return path
-    if weight_load_dir is None or not Path(weight_load_dir).is_dir():
-        need = "dim_reduce needs pca_mat_path (a .npy file) or weight_load_dir (a directory of WeightSnapshots)"
-        raise ValueError(f"{need}, got weight_load_dir={weight_load_dir!r}")
-    return Path(weight_load_dir)
