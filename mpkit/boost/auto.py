@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import checked
 from mpkit.boost.adasum import AdaSumUpdate, adasum_enabled
-from mpkit.boost.config import FLAGS, LEVELS, SECTIONS, Config, Inactive
+from mpkit.boost.config import LEVELS, Config
 from mpkit.boost.dim_reduce import DimReduce, DimReduceUpdate, prepare_pca
 from mpkit.boost.freeze_opt import need_unused
 from mpkit.boost.grad_accumulation import Accumulate
@@ -25,11 +24,8 @@ from mpkit.optimizers.arguments import coming_rate, inner, need_plain_step, para
 from mpkit.step.distributed import averaging_wrapper, rank_and_size
 from mpkit.step.update import Update
 
-MADE: WeakKeyDictionary[Optimizer, AutoBoost] = WeakKeyDictionary()
-"""The AutoBoost that returned an optimizer, for a train cell that is given the optimizer alone."""
 
-
-class AutoBoost:
+class AutoBoost(Config):
     """Which boost algorithms run, resolved from a level and a configuration; rewrites network and optimizer.
 
     | level | algorithms                   |
@@ -61,7 +57,7 @@ class AutoBoost:
     ('less_bn',)
     >>> AutoBoost("O1", {"bost": {}})
     Traceback (most recent call last):
-    ValueError: boost_config_dict has no section 'bost'; did you mean 'boost'? Sections: boost, common, ...
+    ValueError: boost_config_dict has no section 'bost'; did you mean 'boost'? Valid: boost, common, ...
     """
 
     levels = tuple(LEVELS)
@@ -74,53 +70,13 @@ class AutoBoost:
         *,
         faithful: bool = False,
     ) -> None:
-        self.faithful, config = faithful, Config(level, boost_config_dict, faithful)
-        self.level, self.mode, self.flags, self.hyper = config.level, config.mode, config.flags, config.hyper
-        self._config = config
+        super().__init__(level, boost_config_dict, faithful)
         self._reduction: tuple[np.ndarray, float] | None = None  # rows of components, and the rate of the residual
 
     @classmethod
     def from_json(cls, path: str | Path, level: str = "O0", **options: bool) -> AutoBoost:
         """An AutoBoost configured by a JSON file."""
         return cls(level, Path(path), **options)
-
-    @property
-    def active(self) -> tuple[str, ...]:
-        """The algorithms that will run."""
-        stopped = {item.what for item in self.inactive}
-        return tuple(flag for flag in FLAGS if self.flags[flag] and flag not in stopped)
-
-    @property
-    def inactive(self) -> list[Inactive]:
-        """What was asked for and will not run, with the reason; asks torch.distributed how many processes there are."""
-        on, hyper, found = {flag for flag in FLAGS if self.flags[flag]}, self.hyper, []
-        if "dim_reduce" in on:
-            reason = "dim_reduce replaces the update and excludes it"
-            found = [Inactive(flag, reason) for flag in ("less_bn", "grad_freeze", "adasum") if flag in on]
-        elif "adasum" in on and (why := self._why_no_adasum("grad_freeze" in on)):
-            found = [Inactive("adasum", why)]
-        if "grad_accumulation" in on and hyper["grad_accumulation_step"] <= 1:
-            found.append(Inactive("grad_accumulation", "grad_accumulation_step is 1: every step updates"))
-        never = [key for key in ("param_groups", "freeze_p") if hyper[key] == 1]
-        if "grad_freeze" in on and "dim_reduce" not in on and never:
-            found.append(Inactive("grad_freeze", f"{never[0]} is 1: no step is ever frozen"))
-        return found + self._config.unread
-
-    def __str__(self) -> str:
-        lines = [f"AutoBoost level {self.level}, mode {self.mode}"]
-        lines.append("  active: " + (", ".join(self.active) or "nothing"))
-        for flag in self.active:
-            own = [f"{name}={self.hyper[name]}" for name in SECTIONS.get(flag, ())]
-            lines += [f"    {flag}: " + ", ".join(own)] if own else []
-        return "\n".join([*lines, *(f"  inactive: {item.what} ({item.reason})" for item in self.inactive)])
-
-    def need_groups(self, scale_sense: object) -> None:
-        """Raise TypeError unless the scale of a step is of groups, where the configuration asks for that."""
-        if self.flags["loss_scale_group"] and not getattr(scale_sense, "for_boost", False):
-            raise TypeError(
-                "loss_scale_group is on, so scale_sense must be a GroupLossScaleManager, got "
-                f"{type(scale_sense).__name__}"
-            )
 
     @checked
     def network_auto_process_train(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -152,9 +108,10 @@ class AutoBoost:
                 network = self._less_bn(network, optimizer)
             if freeze:
                 network, optimizer = self._freeze(network).freeze_generate(network, optimizer)
+        made: Any = optimizer
+        made.auto_boost = self  # for a train cell that is given the optimizer alone
         if self.flags["adasum"] and self.faithful and not self.flags["dim_reduce"]:
-            optimizer.adasum = True  # type: ignore[attr-defined]
-        MADE[optimizer] = self
+            made.adasum = True
         return network, optimizer
 
     def network_auto_process_eval(self, network: nn.Module) -> nn.Module:
@@ -178,24 +135,14 @@ class AutoBoost:
             if self._reduction is None:  # marked by hand
                 raise ValueError("an optimizer marked for dim_reduce comes from AutoBoost.network_auto_process_train")
             rows, alpha = self._reduction
-            rank, size = rank_and_size()
-            names = ("n_components", "rho", "gamma", "sigma")
-            options = {**{name: self.hyper[name] for name in names}, "alpha": alpha, "rank": rank, "rank_size": size}
             trained: list[Any] = list(parameters_of(optimizer))
+            options = self._chosen("n_components", "rho", "gamma", "sigma") | {"alpha": alpha}
             update = DimReduceUpdate(update, DimReduce(network, optimizer, trained, rows, **options))
         if hasattr(optimizer, "around"):  # it freezes
             need_unused(averaging_wrapper(network))
             update = optimizer.around(update)
         parts = self.hyper["grad_accumulation_step"]
         return Accumulate(update, parts) if "grad_accumulation" in self.active else update
-
-    def need_one_accumulation(self, accumulation_steps: int = 1, **_: Any) -> None:
-        """Raise ValueError if a train cell that sums micro-batches is to sum them before they are accumulated here."""
-        if "grad_accumulation" in self.active and accumulation_steps != 1:
-            raise ValueError(
-                f"grad_accumulation sums micro-batches already, so accumulation_steps must be 1, got "
-                f"{accumulation_steps}; give grad_accumulation_step their whole number"
-            )
 
     def merges(self, optimizer: Optimizer) -> bool:
         """Whether AdaSum runs: it is asked for here, or by a mark, and 2, 4, 8, ... groups of processes train."""
@@ -204,26 +151,18 @@ class AutoBoost:
         marked = getattr(optimizer, "adasum", False)
         return bool(marked) and adasum_enabled(rank_and_size()[1], self.hyper["device_number"])
 
-    def _why_no_adasum(self, freezing: bool) -> str | None:
-        if self.faithful and freezing:
-            return "with grad_freeze MindSpore's train cell takes the freeze path first"
-        _, world = rank_and_size()
-        devices = self.hyper["device_number"]
-        if adasum_enabled(world, devices):
-            return None
-        return (
-            f"AdaSum needs 2, 4, 8, ... groups of processes; {world} process{'es' * (world != 1)} // device_number "
-            f"{devices} = {world // devices} groups; set device_number in section common"
-        )
-
     # rewriting
 
+    def _chosen(self, *names: str) -> dict[str, Any]:
+        """Settings by their names, and which of how many processes this one is."""
+        rank, size = rank_and_size()
+        return {**{name: self.hyper[name] for name in names}, "rank": rank, "rank_size": size}
+
     def _less_bn(self, network: nn.Module, optimizer: Optimizer) -> nn.Module:
-        before = list(network.parameters())
+        before, own = list(network.parameters()), inner(optimizer)
         network = LessBN(network, self.hyper["fn_flag"], faithful=self.faithful)
         parameters = [p for p in network.parameters() if p.requires_grad]
         ParameterProcess().assign_parameter_group(parameters, self.hyper["gradient_split_groups"])
-        own = inner(optimizer)
         if not self.faithful:
             parameters = _still_trained(own, before, network)
         groups = ParameterProcess.generate_group_params(parameters, own.param_groups)
@@ -237,10 +176,8 @@ class AutoBoost:
         return network
 
     def _dim_reduced(self, network: nn.Module, optimizer: Optimizer) -> Optimizer:
-        rank, size = rank_and_size()
         names = ("n_components", "pca_mat_path", "weight_load_dir", "timeout", "device_number")
-        rows = prepare_pca(network, **{name: self.hyper[name] for name in names}, rank=rank, rank_size=size)
-        alpha = self.hyper["alpha"]
+        rows, alpha = prepare_pca(network, **self._chosen(*names)), self.hyper["alpha"]
         rate = coming_rate(optimizer, optimizer.param_groups[0]) if alpha == "lr" else alpha
         self._reduction = rows, float(rate)
         reduced: Any = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=1.0)
@@ -249,7 +186,7 @@ class AutoBoost:
 
     def _freeze(self, network: nn.Module) -> GradientFreeze:
         groups, *rest = (self.hyper[name] for name in ("param_groups", "freeze_type", "freeze_p", "total_steps"))
-        if "param_groups" not in self._config.configured and not self.faithful:
+        if "param_groups" not in self.configured and not self.faithful:
             groups = min(groups, max(1, len(stages_by_module(network))))  # the default must fit any network
         return GradientFreeze(groups, *rest, faithful=self.faithful)
 
@@ -266,7 +203,15 @@ def _still_trained(optimizer: Optimizer, before: list[nn.Parameter], network: nn
     return [p for p in here if id(p) in known] + [p for p in held if id(p) not in elsewhere]
 
 
-def made_by(optimizer: object, boost: AutoBoost | None) -> AutoBoost:
-    """`boost`, or the AutoBoost that returned this very optimizer, or one that asks for nothing."""
-    made = MADE.get(optimizer) if isinstance(optimizer, Optimizer) else None
-    return boost or made or AutoBoost("O0", {"common": {"device_number": 1}})
+def made_by(optimizer: object, boost: AutoBoost | None, accumulation_steps: int = 1, **_: object) -> AutoBoost:
+    """`boost`, or the AutoBoost that returned this very optimizer, or one that asks for nothing.
+
+    Raises:  ValueError if a train cell that sums micro-batches itself is to accumulate them once more.
+    """
+    made = boost or getattr(optimizer, "auto_boost", None) or AutoBoost("O0", {"common": {"device_number": 1}})
+    if "grad_accumulation" in made.active and accumulation_steps != 1:
+        raise ValueError(
+            f"grad_accumulation sums micro-batches already, so accumulation_steps must be 1, got "
+            f"{accumulation_steps}; give grad_accumulation_step their whole number"
+        )
+    return made

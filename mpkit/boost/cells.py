@@ -105,8 +105,7 @@ class BoostTrainOneStepCell(_Boosted):
         boost: AutoBoost | None = None,
         **options: Any,
     ) -> None:
-        maker = made_by(optimizer, boost)
-        maker.need_one_accumulation(**options)
+        maker = made_by(optimizer, boost, **options)
         super().__init__(network, optimizer, sens, update=maker.update_of, **options)
         self._keep(maker)
         if maker.flags["loss_scale_group"]:
@@ -144,9 +143,10 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
         boost: AutoBoost | None = None,
         **options: Any,
     ) -> None:
-        maker = made_by(optimizer, boost)
-        maker.need_groups(scale_sense)
-        maker.need_one_accumulation(**options)
+        maker = made_by(optimizer, boost, **options)
+        if maker.flags["loss_scale_group"] and not getattr(scale_sense, "for_boost", False):
+            came = type(scale_sense).__name__
+            raise TypeError(f"loss_scale_group is on, so scale_sense must be a GroupLossScaleManager, got {came}")
         super().__init__(network, optimizer, scale_sense, update=maker.update_of, **options)
         self.groups = self.step.scaling.groups
         self._keep(maker)

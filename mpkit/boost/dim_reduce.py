@@ -30,7 +30,8 @@ __all__ = [
     "write_pca_files",
 ]
 
-Open = Annotated[float, partial(check_number, high=1.0, open_low=True)]
+check_inside = partial(check_number, high=1.0, open_low=True)
+Open = Annotated[float, check_inside]
 CURVATURE_FLOOR = 1e-20
 
 
