@@ -23,23 +23,21 @@ STEP_OPTIONS = ("hooks", "clip_norm", "accumulation_steps")
 
 def _dtype(name: str, value: Any) -> None:
     if value not in (torch.float16, torch.float32):
-        raise TypeError(
-            f"{name} is torch.float16 or torch.float32, got {value!r}; for another format call "
-            'auto_mixed_precision(network, level, dtype) yourself and build with level="O0"'
-        )
+        way_out = 'for another format call auto_mixed_precision(network, level, dtype), and build with level="O0"'
+        raise TypeError(f"{name} is torch.float16 or torch.float32, got {value!r}; {way_out}")
 
 
 def _manager(name: str, value: Any) -> None:
     check_kind(name, value, LossScaleManager, "a LossScaleManager such as DynamicLossScaleManager()", optional=True)
 
 
+# what a level sets and a keyword overrides, each with its check
 OVERRIDES: dict[str, Callable[[str, Any], Any]] = {
     "cast_model_type": _dtype,
     "keep_batchnorm_fp32": check_flag,
     "loss_scale_manager": _manager,
     "boost_config_dict": lambda name, value: value,
 }
-"""What a level sets and a keyword overrides, each with its check."""
 
 
 class Float32Loss(WithLossCell):

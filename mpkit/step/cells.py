@@ -19,16 +19,10 @@ from mpkit.step.phases import checked_loss, device_of
 from mpkit.step.scaling import scaling_of, unscaled
 from mpkit.step.update import Update
 
-MakeUpdate = Callable[[nn.Module, Optimizer], Update]
-"""Makes a step's update from its network and its optimizer."""
-
 
 def _trainer(name: str, value: Any) -> Optimizer:
     check_kind(name, value, Optimizer, "a torch.optim.Optimizer")
     need_plain_step(value)
-    if not any(p.requires_grad for p in parameters_of(value)):
-        nothing = "the optimizer holds no parameter with requires_grad=True, so a step would change nothing"
-        raise ValueError(f"{nothing}; unfreeze some or build it from the parameters that train")
     return value
 
 
@@ -38,16 +32,12 @@ def _hooks(name: str, value: Any) -> Sequence[Hook]:
     return value  # type: ignore[return-value]
 
 
-Trainer = Annotated[Optimizer, _trainer]
-"""An optimizer that a step can run."""
+Trainer = Annotated[Optimizer, _trainer]  # one that a step can run
 Hooks = Annotated[Sequence[Hook], _hooks]
+# a number above 0; inf is a norm that clips nothing
 Norm = Annotated[float, partial(check_number, open_low=True, closed_high=True)]
-"""A number above 0; inf is a norm that clips nothing."""
-
-
-def plain_update(network: nn.Module, optimizer: Optimizer) -> Update:
-    """The optimizer's own."""
-    return Update(optimizer)
+# makes a step's update from its network and its optimizer; None: the optimizer's own
+MakeUpdate = Callable[[nn.Module, Optimizer], Update] | None
 
 
 class WithLossCell(nn.Module):
@@ -105,7 +95,7 @@ class TrainOneStepCell(nn.Module):
         hooks: Hooks = (),
         clip_norm: Norm | None = None,
         accumulation_steps: Count = 1,
-        update: MakeUpdate = plain_update,
+        update: MakeUpdate = None,
     ) -> None:
         if clip_norm is not None and sens not in (None, 1):
             would = f"clip gradients that are still multiplied by sens={sens}, to clip_norm / sens"
@@ -118,7 +108,7 @@ class TrainOneStepCell(nn.Module):
         self.accumulation_steps = accumulation_steps
         self.index = 0
         scaling = unscaled(1.0 if sens is None else sens, device_of(network.parameters()))
-        updates = [update(network, optimizer)]
+        updates = [Update(optimizer) if update is None else update(network, optimizer)]
         self.step = Step(updates, scaling, accumulation_steps, network, hooks, clip_norm)
 
     @property
@@ -229,7 +219,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         hooks: Hooks = (),
         clip_norm: Norm | None = None,
         accumulation_steps: Count = 1,
-        update: MakeUpdate = plain_update,
+        update: MakeUpdate = None,
     ) -> None:
         scaling = scaling_of(scale_sense, device_of(network.parameters()))
         if scaling.groups is not None:
@@ -244,10 +234,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     def forward(self, *inputs: object) -> StepOutcome:
         return self._run(inputs)
 
-    @property
-    def scale_sense(self) -> Tensor:
-        """The loss scale of now, () or (1,) float32."""
-        return self.step.scaling.seed
+    scale_sense = TrainOneStepCell.sens  # the loss scale of now
 
     def set_sense_scale(self, sens: Tensor) -> None:
         """Replace the loss scale by a tensor of the same shape. Its value is not read, so nothing waits for it.

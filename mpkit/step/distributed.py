@@ -59,8 +59,8 @@ def average_(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = Non
     grads: dict[torch.dtype, list[Tensor]] = {}
     for p, kind in zip(trained, kinds):
         if kind == SPARSE:
-            nothing = torch.zeros(0, *p.shape[1:], dtype=p.dtype, device=p.device)
-            own = torch.sparse_coo_tensor(torch.empty(1, 0), nothing, p.shape) if p.grad is None else p.grad
+            nothing = torch.sparse_coo_tensor(torch.empty(1, 0), p.new_empty(0, *p.shape[1:]), p.shape)
+            own = nothing if p.grad is None else p.grad
             mean_([own], group=group)
             p.grad = own.coalesce()
         elif kind == DENSE:

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -147,10 +148,7 @@ class Step:
 
     def anywhere(self) -> Any:
         """() float32, 1 if a gradient of any optimizer was not finite; None if nobody looked."""
-        first, *rest = self.found
-        for found in rest:
-            first = torch.maximum(first, found.to(first.device))
-        return first
+        return reduce(torch.maximum, self.found)
 
     def apply(self, ctx: StepContext | None = None) -> None:
         """The second half: run the updates, or skip."""
@@ -205,8 +203,6 @@ class Step:
             raise ValueError("the saved step had other hooks, or another kind of scale; build it as it was saved")
         if isinstance(part, Optimizer):
             check_state(part, saved)
-        elif part is self.rule:
-            check_alike("rule", saved, _state_of(part))
         elif saved is not None:
             try:
                 twin = copy.deepcopy(part, {id(p): p for p in (*self.parameters(), *self.others)})

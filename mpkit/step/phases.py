@@ -25,10 +25,7 @@ def checked_loss(loss: object) -> Tensor:
     if loss.dim() != 0:
         raise ValueError(f"a training step needs a scalar loss, got shape {tuple(loss.shape)}; take loss.mean()")
     if not loss.requires_grad:
-        raise ValueError(
-            "the loss has no gradient: it depends on no parameter with requires_grad=True; check that the parameters "
-            "are not all frozen and that the forward pass is not under torch.no_grad() or detached"
-        )
+        raise ValueError("the loss has no gradient: all parameters are frozen, or it is under no_grad() or detached")
     return loss
 
 
@@ -81,7 +78,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
     torch's fused SGD does, but leaves its momentum buffers uninitialised when its very first step is skipped (seen in
     torch 2.13): the next step then adds memory garbage to the weights. The buffers are therefore set to zero here,
-    which makes the first applied step the same; with dampening it would not be, and that step is decided on the host.
+    which makes the first applied step the same; with dampening it would not be, and the host decides.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -94,23 +91,6 @@ def skips_on_device(optimizer: Optimizer) -> bool:
             if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     return True
-
-
-def apply_(optimizer: Optimizer, found_inf: Tensor | None) -> None:
-    """Run `optimizer.step()` unless `found_inf` says that a gradient was not finite; None: nobody looked.
-
-    No host read when the optimizer can skip on the device; else `found_inf` is read once.
-    """
-    if found_inf is None or not skips_on_device(optimizer):
-        if found_inf is None or not found_inf.item():
-            optimizer.step()
-        return
-    optimizer.grad_scale = None  # type: ignore[attr-defined]  # the gradients are unscaled already
-    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def device_of(parameters: Iterable[Tensor]) -> torch.device:

@@ -71,8 +71,7 @@ class ScaledStep(Step):
     ) -> None:
         self.optimizers = own = _listed(optimizers)
         scaling = scaling_of(scale_sense, device_of(parameters_of(own[0])))
-        self.adjust = None if isinstance(scale_sense, Tensor) or scaling.groups else scale_sense
-        rule = self.adjust if hasattr(self.adjust, "load_state_dict") else None
+        rule = scale_sense if hasattr(scale_sense, "load_state_dict") and not scaling.groups else None
         updates = [Update(optimizer) for optimizer in own]
         super().__init__(updates, scaling, parts=0 if average else 1, skip=skip, average=average, rule=rule)
 
@@ -110,15 +109,10 @@ class ScaledStep(Step):
         if self.found:
             raise RuntimeError("the gradients are unscaled already, and it would divide twice; go on to update()")
         if not self.pending:
-            foreign = any(p.grad is not None for p in self.parameters())
-            raise RuntimeError(
-                "the gradients come from no backward of this step, so nobody has multiplied them by the scale: they "
-                "are unscaled; write step.backward(loss) in place of loss.backward()"
-                if foreign
-                else "there are no gradients to unscale: call backward(loss) first"
-            )
-        found = self.unscale()
-        assert found is not None
+            there = any(p.grad is not None for p in self.parameters())
+            told = "the gradients come from no backward of this step: they are unscaled" if there else "no gradients"
+            raise RuntimeError(f"{told}; write step.backward(loss), which multiplies by the scale, not loss.backward()")
+        found: Any = self.unscale()
         return found.bool()
 
     def clip_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:

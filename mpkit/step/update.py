@@ -7,7 +7,7 @@ From outside in: accumulation, freezing, then AdaSum or dimension reduction. An 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.step.distributed import average_
 from mpkit.step.hooks import Hook, StepContext
-from mpkit.step.phases import apply_, clip_
+from mpkit.step.phases import clip_, skips_on_device
 
 
 class Update:
@@ -51,9 +51,20 @@ class Update:
     def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
         """Run the optimizer, unless `found_inf` (None: nobody looked) says that a gradient was not finite.
 
+        No host read when the optimizer can skip on the device; else `found_inf` is read once.
+
         Args:    ctx: the running step of a train cell, None in a loop by hand.
         """
-        apply_(self.optimizer, found_inf)
+        optimizer: Any = self.optimizer
+        if found_inf is None or not skips_on_device(optimizer):
+            if found_inf is None or not found_inf.item():
+                optimizer.step()
+            return
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf  # the gradients are unscaled already
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
 
 
 class Wrapped(Update):
