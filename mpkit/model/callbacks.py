@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +42,12 @@ class RunContext:
     def original_args(self) -> RunContext:
         """This object."""
         return self
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the last step, () float32."""
+        out = self.net_outputs
+        return (out[0] if isinstance(out, tuple) else out).detach().float().mean()
 
     def request_stop(self) -> None:
         """End the run after the step that is running."""
@@ -90,22 +95,17 @@ class LossMonitor(Callback):
         self._last = 0
 
     def on_train_begin(self, run: RunContext) -> None:
-        if run.cur_step_num == 0:
-            self._last = 0
+        self._last = min(self._last, run.cur_step_num)
 
     def on_train_step_end(self, run: RunContext) -> None:
         if not self.per_print_times or run.cur_step_num - self._last < self.per_print_times:
             return
         self._last = run.cur_step_num
-        out = run.net_outputs
-        scaled = isinstance(out, StepOutcome)
-        loss = (out.loss if scaled else out[0] if isinstance(out, tuple) else out).detach().float().mean().cpu()
-        where = f"epoch: {run.cur_epoch_num} step: {run.cur_step_in_epoch}"
-        if not scaled and not math.isfinite(loss.item()):
-            raise ValueError(
-                f"{where}: the loss is {loss.item()}, so training stopped; look at the inputs and the learning rate, "
-                "or train with a loss_scale_manager, which skips such steps"
-            )
+        where, loss = f"epoch: {run.cur_epoch_num} step: {run.cur_step_in_epoch}", run.loss.cpu()
+        scaled = isinstance(run.net_outputs, StepOutcome)
+        if not scaled and not loss.isfinite():
+            way_out = "look at the inputs and the learning rate, or take a loss_scale_manager, which skips such steps"
+            raise ValueError(f"{where}: the loss is {loss.item()}, so training stopped; {way_out}")
         shown = str(loss.numpy()[()]) if scaled else loss.item()  # 8 digits of a float32, or the float64 that equals it
         print(f"{where}, loss is {shown}", flush=True)
 
@@ -140,19 +140,14 @@ class ProgressBar(Callback):
     def on_train_step_end(self, run: RunContext) -> None:
         self._bar.update()
         if run.cur_step_num % self.every == 0:
-            out = run.net_outputs
-            shown = {"loss": _text(out[0] if isinstance(out, tuple) else out)}
-            if isinstance(out, StepOutcome):
-                shown["scale"] = _text(out.scale)
+            shown = {"loss": f"{run.loss:.5g}"}
+            if isinstance(run.net_outputs, StepOutcome):
+                shown["scale"] = f"{float(run.net_outputs.scale):.5g}"
             self._bar.set_postfix(shown)
 
     def on_train_end(self, run: RunContext) -> None:
         if self._bar is not None:  # a callback before this one may have failed when the run began
             self._bar.close()
-
-
-def _text(value: Tensor) -> str:
-    return f"{value.detach().float().mean().item():.5g}"
 
 
 class Checkpoint(Callback):

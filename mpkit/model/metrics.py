@@ -47,6 +47,11 @@ class Metric:
         return float(self._sum) / self._samples
 
 
+def of_loss(loss: Tensor, _: Tensor) -> Tensor:
+    """What the metric "loss" sums: it is given the loss of each batch, as one sample."""
+    return loss.float().mean()
+
+
 def _correct(output: Tensor, label: Tensor) -> Tensor:
     """The sum over the samples of the share of right places; a sample has one, or one per pixel or token."""
     places = (*output.shape[:1], *output.shape[2:])
@@ -57,8 +62,7 @@ def _correct(output: Tensor, label: Tensor) -> Tensor:
         )
     if output.shape[1] < 2:
         raise ValueError(
-            f"accuracy chooses among the scores of two classes or more, got one column, {tuple(output.shape)}; for the "
-            "sign of it write Metric(lambda output, label: ((output > 0).flatten() == label.flatten()).sum())"
+            "accuracy chooses among two classes or more, got one column; write a Metric for the sign of it"
         )
     right = output.argmax(1) == (label.argmax(1) if label.shape == output.shape else label)
     return right.sum().double() * len(right) / max(right.numel(), 1)
@@ -81,36 +85,32 @@ def _absolute(output: Tensor, label: Tensor) -> Tensor:
     return _gaps(output, label).abs().sum()
 
 
+# metrics by name, beside "loss", the mean of the batches' losses
 METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "accuracy": _correct,
     "acc": _correct,
     "mse": _squared,
     "mae": _absolute,
 }
-"""Metrics by name; "loss", the mean of the batches' losses, is known to `Model` itself."""
 
 
-def metrics_from(given: Iterable[str] | Mapping[str, Metric] | None) -> dict[str, Metric | None]:
-    """What `Model` takes as `metrics` -> name and metric; "loss" has None, because it needs no output.
+def metrics_from(given: Iterable[str] | Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """What `Model` takes as `metrics` -> name and metric.
 
     Raises:  ValueError for a name that nobody knows, TypeError for a value that is no metric.
     """
     if given is None:
         return {}
-    if isinstance(given, str):
-        raise TypeError(f"metrics must be a set of names or a dict, got the string {given!r}; use {{{given!r}}}")
     if isinstance(given, Mapping):
         for name, metric in given.items():
             if not all(hasattr(metric, method) for method in ("clear", "update", "eval")):
                 raise TypeError(f"metric {name!r} needs clear(), update() and eval(), got {type(metric).__name__}")
         return dict(given)
-    if not isinstance(given, Iterable):
-        raise TypeError(f"metrics must be a set of names, a dict or None, got {given!r}")
     unknown = [name for name in given if name not in METRICS and name != "loss"]
     if unknown:
         raise ValueError(f"unknown metrics {unknown}; known are {', '.join([*METRICS, 'loss'])}, or pass a dict")
     # sorted: the order of a set of strings changes from process to process
-    return {name: None if name == "loss" else Metric(METRICS[name]) for name in sorted(given)}
+    return {name: Metric(of_loss if name == "loss" else METRICS[name]) for name in sorted(given)}
 
 
 def places_of(name: str, value: Any) -> tuple[int, int, int]:
@@ -119,5 +119,4 @@ def places_of(name: str, value: Any) -> tuple[int, int, int]:
         return 0, 1, 2
     if not isinstance(value, Sequence) or len(value) != 3 or not all(isinstance(index, int) for index in value):
         raise ValueError(f"{name} must be three ints, the places of loss, output and label, got {value!r}")
-    loss, output, label = value
-    return loss, output, label
+    return value[0], value[1], value[2]

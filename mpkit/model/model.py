@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import length_hint
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +19,11 @@ from mpkit.arguments import check_count, check_kind, checked
 from mpkit.casting.low import map_tensors
 from mpkit.model.callbacks import Callback, RunContext
 from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
-from mpkit.model.loop import TrainingLoop
-from mpkit.model.metrics import Metric, metrics_from, places_of
+from mpkit.model.loop import ANEW, TrainingLoop
+from mpkit.model.metrics import Metric, metrics_from, of_loss, places_of
 from mpkit.step import WithLossCell, build_train_network
-from mpkit.step.build import STEP_OPTIONS, AmpLevel, Float32Loss, widened
+from mpkit.step.build import AmpLevel, Float32Loss, widened
 from mpkit.step.phases import device_of
-
-OPTIONS = ("loss_scale_manager", "keep_batchnorm_fp32", "boost_config_dict", "acc_level", *STEP_OPTIONS)
 
 
 class Model:
@@ -68,17 +67,12 @@ class Model:
         boost_level: str = "O0",
         **kwargs: Any,
     ) -> None:
-        if unknown := [name for name in kwargs if name not in OPTIONS]:
-            raise ValueError(f"unknown keyword {unknown[0]!r}; Model takes {', '.join(OPTIONS)}")
         boost_level = kwargs.pop("acc_level", boost_level)
-        manager = kwargs.get("loss_scale_manager")
-        self._metrics: dict[str, Metric | None] = metrics
-        self._eval_indexes: tuple[int, int, int] = eval_indexes
-        if optimizer is None and (amp_level != "O0" or boost_level != "O0" or manager is not None):
-            raise ValueError(
-                "amp_level, boost_level and loss_scale_manager say how to train, which needs an optimizer; pass one, "
-                "or cast a network for inference with auto_mixed_precision(network, level)"
-            )
+        if optimizer is None and (kwargs or amp_level != "O0" or boost_level != "O0"):
+            need = f"{', '.join(kwargs) or 'a level'} says how to train, which needs an optimizer"
+            raise ValueError(f"{need}; pass one, or cast a network alone with auto_mixed_precision(network, level)")
+        self._metrics: dict[str, Metric] = metrics
+        self._eval_network, self._eval_indexes = eval_network, eval_indexes
         self.network, self.loss_fn, self.optimizer = network, loss_fn, optimizer
         self.train_network: nn.Module = network
         if optimizer is not None:
@@ -88,12 +82,12 @@ class Model:
             self.network = cell.network.backbone if isinstance(cell.network, WithLossCell) else cell.network
             boost = getattr(cell, "boost", None)
             if boost is not None and eval_network is not None:
-                eval_network = boost.network_auto_process_eval(eval_network)
+                self._eval_network = boost.network_auto_process_eval(eval_network)
         self._widen = isinstance(getattr(self.train_network, "network", None), Float32Loss)
-        self._eval_network = eval_network
+        manager = kwargs.get("loss_scale_manager")
         self.manager = manager if manager is not None and manager.get_drop_overflow_update() else None
         self._loop: TrainingLoop | None = None
-        self._resumed: dict[str, Any] | None = None
+        self.resumed: dict[str, Any] | None = None  # what was loaded and not yet gone on from
 
     def train(
         self,
@@ -113,7 +107,7 @@ class Model:
             dataset_sink_mode, sink_size:  accepted for MindSpore's sake, without effect.
             initial_epoch:  epochs that count as done already (0 <= initial_epoch < epoch).
         Raises:  TypeError, ValueError for arguments and batches; RuntimeError when weights have become inf or NaN.
-                 RuntimeWarning at the end of an epoch whose last 20 steps were all skipped at the scale's floor.
+                 RuntimeWarning at the end of an epoch whose last 20 steps were all skipped at the scale's floor, or at inf.
         Ctrl-C ends the run after the step that is running, with KeyboardInterrupt, a second one at once; `request_stop`
         ends it silently. Weights, optimizer and scale belong to the same step then, and an accumulation is finished
         first. After `load`, the run goes on where it was saved; see there.
@@ -136,11 +130,8 @@ class Model:
         if check_count("epoch", epoch) <= check_count("initial_epoch", initial_epoch, low=0):
             left = f"got {initial_epoch} and {epoch}: there is nothing left to train"
             raise ValueError(f"need initial_epoch < epoch, {left}")
-        due: Container[int] = frozenset()
         if not isinstance(valid_frequency, list | tuple | set | range):
-            due = range(0, epoch + 1, check_count("valid_frequency", valid_frequency))
-        elif valid_dataset is not None:
-            due = frozenset(check_count("each of valid_frequency", each) for each in valid_frequency)
+            valid_frequency = range(0, epoch + 1, check_count("valid_frequency", valid_frequency))
         if valid_dataset is not None:
             self._need_metrics()
         if self.optimizer is None and not hasattr(self.train_network, "optimizer"):
@@ -149,31 +140,11 @@ class Model:
         for callback in callbacks:
             check_kind("each of callbacks", callback, Callback, "a Callback (derive a class from it)")
         check_kind("train_dataset", train_dataset, Iterable, "what gives batches, as a list or a DataLoader")
-        length = None
-        with suppress(TypeError, NotImplementedError):  # samplers say it by either that they do not know
-            length = len(train_dataset)  # type: ignore[arg-type]
-        run = RunContext(self, epoch, length)
-
-        def evaluate() -> None:
-            if valid_dataset is not None and run.cur_epoch_num in due:
-                run.metrics = self._measured(valid_dataset)
-                loop.tell("on_eval_end")
-
-        loop = TrainingLoop(self, train_dataset, callbacks, run, initial_epoch, evaluate)
-        self._go(loop)
-
-    def _go(self, loop: TrainingLoop) -> None:
-        """Run from the beginning, or from where `load` put the model."""
-        if self._resumed is not None:
-            loop.restore(self._resumed)
-        self._loop, resumed, self._resumed = loop, self._resumed, None
+        run = RunContext(self, epoch, length_hint(train_dataset) or None)
+        self._loop = TrainingLoop(self, train_dataset, callbacks, run, valid_dataset, valid_frequency, initial_epoch)
         self._running = True
         try:
-            loop.go(resumed)
-        except BaseException:
-            if resumed is not None and loop.run.cur_step_num == resumed["step"]:
-                self._resumed = resumed  # not one step was done: the next call still goes on from the checkpoint
-            raise
+            self._loop.go(self.resumed)
         finally:
             self._running = False
 
@@ -190,37 +161,24 @@ class Model:
 
         Raises:  ValueError without metrics or with an empty data set.
         """
-        with self._modes_kept():
-            return self._measured(valid_dataset)
-
-    def _measured(self, valid_dataset: Iterable[Any]) -> dict[str, float]:
         self._need_metrics()
-        network = self.network if self._eval_network is None else self._eval_network
-        network.eval()
-        for metric in self._metrics.values():
-            if metric is not None:
+        network, batch = self.network if self._eval_network is None else self._eval_network, None
+        with self._modes_kept(), torch.no_grad():
+            network.eval()
+            for metric in self._metrics.values():
                 metric.clear()
-        losses, empty = [], True
-        with torch.no_grad():
             for batch in valid_dataset:
-                empty = False
                 loss, output, label = self._evaluated(network, self.arguments(batch))
-                if loss is not None:
-                    losses.append(loss.float().mean())
                 for metric in self._metrics.values():
-                    if metric is not None:
+                    if not _is_of_loss(metric):
                         metric.update(output, label)
-        if empty:
-            raise ValueError(
-                "the data set of the evaluation gave no batch; pass something that can be iterated anew for every "
-                "evaluation, such as a list or a DataLoader, not a generator"
-            )
-        if "loss" in self._metrics and not losses:
-            raise ValueError("the metric 'loss' needs a loss_fn, or an eval_network that returns the loss")
-        return {
-            name: torch.stack(losses).mean().item() if metric is None else metric.eval()
-            for name, metric in self._metrics.items()
-        }
+                    elif loss is None:
+                        raise ValueError("the metric 'loss' needs a loss_fn, or an eval_network that returns the loss")
+                    else:
+                        metric.update(loss, loss.reshape(-1)[:1])
+        if batch is None:
+            raise ValueError(f"the data set of the evaluation gave no batch; {ANEW}")
+        return {name: metric.eval() for name, metric in self._metrics.items()}
 
     def predict(self, *predict_data: Tensor) -> Any:
         """The network's raw output in evaluation mode, with gradients off, in the level's dtype."""
@@ -249,11 +207,9 @@ class Model:
         where `pending` is 0: what a begun accumulation has summed is not saved. A file that is saved when an epoch ends
         goes on with the next one: callbacks after the one that saves are not told of that end again.
 
-        Raises:  TypeError when the state of a hook or callback holds what could not be read again, a NumPy array, say.
+        Raises:  TypeError when the state of a hook or callback holds what could not be read again, a number of NumPy, say.
         """
-        progress = self._resumed  # loaded, and not yet gone on from
-        if progress is None and self._loop is not None:
-            progress = self._loop.progress()
+        progress = self._loop.progress() if self._loop is not None and self.resumed is None else self.resumed
         state = {"train_network": self.train_network.state_dict(), "progress": progress}
         if self.manager is not None:
             state["manager"] = self.manager.state_dict()
@@ -272,21 +228,17 @@ class Model:
         """
         state = load_whole(Path(path), device_of(self.train_network.parameters()))
         need_same_tensors(state["train_network"], self.train_network.state_dict(), path)
-        progress = state["progress"] or {}
-        if left_out := progress.get("unseen"):
-            warnings.warn(
-                f"{path} does not hold the random state of {', '.join(left_out)}: a resumed run draws other numbers; "
-                "draw from torch's own generator, or give the loader state_dict() and load_state_dict()",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        if self.manager is not None:
-            twin = copy.deepcopy(self.manager)
-            twin.load_state_dict(state["manager"])  # refuses before anything is changed
-        self.train_network.load_state_dict(state["train_network"])  # what is no tensor first: it may be refused, too
-        if self.manager is not None:
-            self.manager.load_state_dict(state["manager"])
-        self._resumed = map_tensors(Tensor.cpu, state["progress"])  # random states live on the host
+        if left_out := (state["progress"] or {}).get("unseen"):
+            lacks = f"{path} does not hold the random state of {', '.join(left_out)}: a resumed run draws other numbers"
+            way_out = "draw from torch's own generator, or give the loader state_dict() and load_state_dict()"
+            warnings.warn(f"{lacks}; {way_out}", RuntimeWarning, stacklevel=2)
+        managers = [self.manager] if self.manager is not None and "manager" in state else []
+        for manager in managers:
+            copy.deepcopy(manager).load_state_dict(state["manager"])  # refuses before anything is changed
+        self.train_network.load_state_dict(state["train_network"])  # a cell's own state comes first, and may be refused
+        for manager in managers:
+            manager.load_state_dict(state["manager"])
+        self.resumed = map_tensors(Tensor.cpu, state["progress"])  # random states live on the host
 
     @contextmanager
     def _modes_kept(self) -> Iterator[None]:
@@ -304,13 +256,7 @@ class Model:
             out = network(*inputs)
             loss, output, label = (out[index] for index in self._eval_indexes)
             return loss, output, label
-        asked = [name for name, metric in self._metrics.items() if metric is not None]
-        if self.loss_fn is None and (len(inputs) != 2 or (self.optimizer is not None and not asked)):
-            if asked:
-                raise ValueError(
-                    f"{', '.join(asked)} need an output and a label, and without a loss_fn a network returns a loss "
-                    f"of its {len(inputs)} inputs; give an eval_network that returns (loss, output, label)"
-                )
+        if self.loss_fn is None and all(map(_is_of_loss, self._metrics.values())):
             return network(*inputs), None, None
         data, label = inputs
         output = network(data)
@@ -322,12 +268,14 @@ class Model:
         """A batch as arguments of the train cell, on the network's device."""
         inputs = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         if self.loss_fn is not None and len(inputs) != 2:
-            raise ValueError(
-                f"with a loss_fn a batch has exactly two elements, data and label, got {len(inputs)}; "
-                "put a network with more inputs and its loss into one module and leave loss_fn out"
-            )
+            need = f"with a loss_fn a batch has exactly two elements, data and label, got {len(inputs)}"
+            raise ValueError(f"{need}; put a network with more inputs and its loss into one module")
         return self._to_device(inputs)
 
     def _to_device(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         device = device_of(self.network.parameters())
         return map_tensors(lambda x: x.to(device, non_blocking=True), values)
+
+
+def _is_of_loss(metric: object) -> bool:
+    return getattr(metric, "total", None) is of_loss

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
@@ -23,16 +22,16 @@ def random_state(loader: object = None) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": _text(np.random.get_state(legacy=False)),  # noqa: NPY002  # what data sets of others may draw from
-        "python": _text(random.getstate()),
-        "loader": [_state(generator) for generator in _generators(loader)],
+        "numpy": _plain(np.random.get_state(legacy=False)),  # noqa: NPY002  # what data sets of others may draw from
+        "python": random.getstate(),
+        "loader": [state for _, state in generator_states(_samplers(loader))],
         "epochs": [part.epoch for part in _told(loader)],
     }
 
 
 def set_random_state(state: dict[str, Any], loader: object = None) -> None:
     """The reverse of `random_state`. Raises ValueError where the loader holds another number of generators."""
-    own, saved = _generators(loader), state["loader"]
+    own, saved = generator_states(_samplers(loader)), state["loader"]
     if len(own) != len(saved):
         raise ValueError(
             f"the data set of the checkpoint held {len(saved)} random generators, this one holds {len(own)}; resume "
@@ -41,16 +40,16 @@ def set_random_state(state: dict[str, Any], loader: object = None) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
-    np.random.set_state(json.loads(state["numpy"]))  # noqa: NPY002
-    random.setstate(_of_python(state["python"]))
-    set_generator_states(zip(own, saved))
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    random.setstate(state["python"])
+    set_generator_states((generator, held) for (generator, _), held in zip(own, saved))
     for part, epoch in zip(_told(loader), state["epochs"]):
         part.set_epoch(epoch)
 
 
-def generator_states(things: Iterable[object]) -> list[tuple[Generator, object]]:
+def generator_states(things: Iterable[object]) -> list[tuple[Generator, Any]]:
     """The generators among some objects and their attributes, each with its state."""
-    held = [value for thing in things for _, value in [("", thing), *_attributes(thing)]]
+    held = [value for thing in things for value in (thing, *getattr(thing, "__dict__", {}).values())]
     known = {id(value): value for value in held if isinstance(value, Generator)}
     return [(generator, _state(generator)) for generator in known.values()]
 
@@ -58,14 +57,12 @@ def generator_states(things: Iterable[object]) -> list[tuple[Generator, object]]
 def set_generator_states(states: Iterable[tuple[Generator, Any]]) -> None:
     """The reverse of `generator_states`."""
     for generator, saved in states:
-        if isinstance(generator, torch.Generator):
-            generator.set_state(saved)
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = saved
         elif isinstance(generator, random.Random):
-            generator.setstate(_of_python(saved))
-        elif isinstance(generator, np.random.RandomState):
-            generator.set_state(json.loads(saved))
+            generator.setstate(saved)
         else:
-            generator.bit_generator.state = json.loads(saved)
+            generator.set_state(saved)
 
 
 def unseen(loader: object) -> list[str]:
@@ -73,7 +70,8 @@ def unseen(loader: object) -> list[str]:
     if saves_itself(loader):
         return []
     dataset = getattr(loader, "dataset", loader)
-    own = [f"{type(dataset).__name__}.{name}" for name, value in _attributes(dataset) if isinstance(value, Generator)]
+    held = getattr(dataset, "__dict__", {}).items()
+    own = [f"{type(dataset).__name__}.{name}" for name, value in held if isinstance(value, Generator)]
     kept = getattr(loader, "persistent_workers", False)
     return [*own, *(["the workers that the DataLoader keeps (persistent_workers=True)"] if kept else [])]
 
@@ -83,44 +81,27 @@ def saves_itself(loader: object) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
-def _parts(loader: object) -> list[Any]:
-    """A loader, its samplers and its data set, each once."""
+def _samplers(loader: object) -> list[Any]:
+    """A loader and its samplers."""
     batches = getattr(loader, "batch_sampler", None)
-    named = [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-    held = [*named, getattr(loader, "dataset", None)]
-    return list({id(part): part for part in held if part is not None}.values())
-
-
-def _generators(loader: object) -> list[Generator]:
-    """Those of a loader and its samplers, each once."""
-    parts = [part for part in _parts(loader) if part is not getattr(loader, "dataset", None)]
-    return [generator for generator, _ in generator_states(parts)]
+    return [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
 def _told(loader: object) -> list[Any]:
-    """What is told the epoch, as `torch.utils.data.DistributedSampler`."""
-    return [part for part in _parts(loader) if hasattr(part, "set_epoch") and type(getattr(part, "epoch", "")) is int]
+    """What is told the epoch, as `torch.utils.data.DistributedSampler`; a data set may be, too."""
+    held = {id(part): part for part in (*_samplers(loader), getattr(loader, "dataset", None))}
+    return [part for part in held.values() if hasattr(part, "set_epoch") and type(getattr(part, "epoch", "")) is int]
 
 
-def _attributes(thing: object) -> list[tuple[str, object]]:
-    return list(getattr(thing, "__dict__", {}).items())
-
-
-def _state(generator: Generator) -> Tensor | str:
-    """A generator's state as a tensor or as text, which is read again without running anything."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return _text(generator.getstate())
+def _state(generator: Generator) -> Any:
+    """A generator's state, of what a file holds that is read again without running anything."""
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
-        return _text(generator.get_state(legacy=False))
-    return _text(generator.bit_generator.state)
+        return _plain(generator.get_state(legacy=False))
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _text(state: object) -> str:
-    return json.dumps(state, default=lambda array: array.tolist())
-
-
-def _of_python(text: str) -> tuple[Any, ...]:
-    version, words, gauss = json.loads(text)
-    return version, tuple(words), gauss
+def _plain(state: object) -> Any:
+    """A state of NumPy's, its arrays as lists."""
+    return json.loads(json.dumps(state, default=lambda array: array.tolist()))

@@ -255,7 +255,7 @@ def test_a_checkpoint_of_another_network_changes_nothing(tmp_path):
     other.network[3] = nn.Linear(8, 4)
     other.save(path)
     before = copy.deepcopy(everything(ours))
-    with pytest.raises(ValueError, match=r"'network.backbone.3.bias' is \(4,\) there and \(3,\) here \(2 entries"):
+    with pytest.raises(ValueError, match=r"'network.backbone.3.bias' is \(4,\) there and \(3,\) here"):
         ours.load(path)
     assert_same(before, everything(ours))
     torch.save(ours.network.state_dict(), path)
@@ -271,7 +271,7 @@ def test_a_resumed_run_wants_its_callbacks_back(tmp_path):
     ours.train(1, loader(), callbacks=[Checkpoint(path), LossMonitor(0)])
     ours = model(seed=5)
     ours.load(path)
-    with pytest.raises(ValueError, match=r"states of the callbacks \['LossMonitor'\], this run has \[\]"):
+    with pytest.raises(ValueError, match=r"whose states are \['LossMonitor'\], here \[\]"):
         ours.train(2, loader(), callbacks=[Checkpoint(path)])
     ours.save(path)  # what was loaded and not gone on from is not lost
     again = model(seed=6)
@@ -641,17 +641,8 @@ def trained(callback, path):
     return model
 
 
-@pytest.mark.parametrize("best", [np.float64(0.5), np.int64(3), np.bool_(True), np.str_("a"), {1, 2}])
-def test_a_numpy_number_in_the_state_of_a_callback_comes_back_from_a_checkpoint(best, tmp_path):
-    model = trained(Best(best), tmp_path / "c")
-    model.load(tmp_path / "c")
-    again = Best(None)
-    model.train(2, [(torch.ones(1, 1), torch.ones(1, 1))], again)
-    assert again.best == best
-
-
-@pytest.mark.parametrize("best", [np.ones(2), nn.Linear, nn.Linear(1, 1), range(3)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("best", [np.float64(1), nn.Linear, nn.Linear(1, 1), range(3)], ids=lambda x: type(x).__name__)
 def test_a_state_that_could_not_be_read_again_is_not_written(best, tmp_path):
-    with pytest.raises(TypeError, match=r"\['best'\]\['of all'\]\[0\] is a .* in no checkpoint"):
+    with pytest.raises(TypeError, match=r"^a .* in no checkpoint"):
         trained(Best(best), tmp_path / "c")
     assert not (tmp_path / "c").exists()

@@ -408,5 +408,5 @@ def test_a_checkpoint_without_the_state_of_a_part_is_refused_by_name(tmp_path):
     state = torch.load(tmp_path / "c.ckpt")
     state["train_network"]["_extra_sTate"] = state["train_network"].pop("_extra_state")
     torch.save(state, tmp_path / "c.ckpt")
-    with pytest.raises(ValueError, match=r"'_extra_sTate' is no tensor there and missing here \(2 entries differ\)"):
+    with pytest.raises(ValueError, match=r"'_extra_sTate' is no tensor there and missing here"):
         MODEL.load(tmp_path / "c.ckpt")
