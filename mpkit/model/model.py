@@ -107,7 +107,7 @@ class Model:
             dataset_sink_mode, sink_size:  accepted for MindSpore's sake, without effect.
             initial_epoch:  epochs that count as done already (0 <= initial_epoch < epoch).
         Raises:  TypeError, ValueError for arguments and batches; RuntimeError when weights have become inf or NaN.
-                 RuntimeWarning at the end of an epoch whose last 20 steps were all skipped at the scale's floor, or at inf.
+                 RuntimeWarning at the end of an epoch whose last 20 steps were all skipped at the scale's floor or inf.
         Ctrl-C ends the run after the step that is running, with KeyboardInterrupt, a second one at once; `request_stop`
         ends it silently. Weights, optimizer and scale belong to the same step then, and an accumulation is finished
         first. After `load`, the run goes on where it was saved; see there.
@@ -207,7 +207,7 @@ class Model:
         where `pending` is 0: what a begun accumulation has summed is not saved. A file that is saved when an epoch ends
         goes on with the next one: callbacks after the one that saves are not told of that end again.
 
-        Raises:  TypeError when the state of a hook or callback holds what could not be read again, a number of NumPy, say.
+        Raises:  TypeError when the state of a hook or callback has what could not be read again: a NumPy number, say.
         """
         progress = self._loop.progress() if self._loop is not None and self.resumed is None else self.resumed
         state = {"train_network": self.train_network.state_dict(), "progress": progress}
