@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mpkit.arguments import check_kind
 from mpkit.casting.products import linear_layers
 from mpkit.casting.recipe import amax_of
-from mpkit.files import read_npz, short, write_whole
+from mpkit.files import read_npz, refused, write_whole
 from mpkit.record.columns import Columns
 from mpkit.record.ranges import hold, hold_names
 from mpkit.record.watch import watch
@@ -54,10 +54,8 @@ class AmaxTrace:
     def load(cls, path: str | Path) -> AmaxTrace:
         """Read what `save` wrote. Raises ValueError for a file of another kind or a damaged one; FileNotFoundError."""
         held = read_npz(path)
-        try:
+        with refused(Path(path), "AmaxTrace"):
             return cls(held["tensors"].tolist(), held["amax"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not an AmaxTrace that AmaxTrace.save wrote: {short(error)}") from error
 
 
 class AmaxRecorder(Hook):
@@ -87,15 +85,14 @@ class AmaxRecorder(Hook):
         self._names = tuple(f"{path}.{tensor}" for path in layers for tensor in ("input", "weight", "grad"))
         self._hooks = [watch(layer, partial(self._seen, path)) for path, layer in layers.items()]
 
-    def _seen(self, path: str, layer: nn.Module, args: tuple[object, ...], output: Any) -> None:
+    def _seen(self, path: str, layer: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        weight = layer.weight if isinstance(layer, nn.Linear) else layer.in_proj_weight
-        if weight is None:  # an attention whose keys have another width
-            weight = layer.q_proj_weight
-        for name, tensor in (("input", args[0] if args else None), ("weight", weight)):
-            if isinstance(tensor, Tensor):
-                self._note(f"{path}.{name}", tensor)
+        # an attention has one weight for its three projections, or where its keys have another width one for each
+        weights = (getattr(layer, name, None) for name in ("weight", "in_proj_weight", "q_proj_weight"))
+        self._note(f"{path}.weight", next(weight for weight in weights if weight is not None))
+        if args:
+            self._note(f"{path}.input", args[0])
         result = output[0] if isinstance(output, tuple) else output
         if result.requires_grad:
             result.register_hook(lambda grad: self._note(f"{path}.grad", grad))
@@ -123,7 +120,6 @@ class AmaxRecorder(Hook):
         """Stop watching."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
 
     def trace(self) -> AmaxTrace:
         """What was recorded so far (reads the device)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,11 @@ class Columns:
         """Make smaller what is on the host."""
         return block
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """A row of numbers, arrays and tensors."""
+    def append(self, row: dict[str, Any]) -> None:
+        """A row of numbers, arrays, tensors, and functions that will tell one of these."""
         if len(self.waiting) >= FLUSH:
             self.blocks()
-        self.waiting.append(dict(row))
+        self.waiting.append(row)
 
     def blocks(self) -> list[Block]:
         """All rows, a few hundred in each block, as arrays on the host."""
@@ -48,21 +48,18 @@ class Columns:
         return {name: np.concatenate([block[name] for block in blocks]) if blocks else np.zeros(0) for name in names}
 
 
-def kept(value: Any) -> float | Tensor:
-    """A number as it is now: of a tensor on a GPU a copy that stays there."""
+def kept(value: Any) -> Any:
+    """A value as it is now: of a tensor on the CPU its number, of one on a GPU a copy that stays there."""
     if not isinstance(value, Tensor):
         return value
-    value = value.detach().reshape(())
-    if value.device.type != "cpu":
-        return value.clone()
-    return (value.double() if value.dtype == torch.bfloat16 else value).numpy().item()
+    return value.item() if value.is_cpu else value.detach().reshape(()).clone()
 
 
 def _host(values: list[Any]) -> np.ndarray:
     """(N, *) on the host, of values (*): tensors with one transfer."""
     values = [value() if callable(value) else value for value in values]
     if not all(isinstance(value, Tensor) for value in values):  # numbers, and a few tensors among them
-        return np.array([value.item() if isinstance(value, Tensor) else value for value in values])
+        return np.array([kept(value) if isinstance(value, Tensor) else value for value in values])
     whole = torch.stack([value.double() if value.is_floating_point() else value for value in values])
     array: np.ndarray = whole.numpy(force=True)
     return array

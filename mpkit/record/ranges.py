@@ -99,8 +99,7 @@ class Ranges:
         names = parts[0].names
         for part in parts:
             if part.names != names:
-                others = sorted(set(names) ^ set(part.names))[:3]
-                raise ValueError(f"only traces of the same network can be joined; names differ: {others}")
+                raise ValueError(f"only traces of the same network can be joined, got {names[:3]} and {part.names[:3]}")
         lowest = min(part.lowest for part in parts)
         end = max(part.lowest + part.bins for part in parts)
         outside = [((0, 0), (0, 0), (part.lowest - lowest, end - part.lowest - part.bins)) for part in parts]

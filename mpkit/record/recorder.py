@@ -9,21 +9,20 @@ import time
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_choice, check_count, check_flags, check_kind, check_number
+from mpkit.arguments import Count, check_alike, check_count, check_flags, check_kind, check_number, checked
 from mpkit.casting.low import float_tensors, values_of
 from mpkit.formats import get_format
 from mpkit.optimizers.arguments import coming_rate
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
 from mpkit.record.columns import Columns, kept
-from mpkit.record.counts import total_norm
-from mpkit.record.histograms import Histograms
-from mpkit.record.scale import found_inf, policy_of, scale_of, state_of, was_unscaled
+from mpkit.record.histograms import Histograms, real_values, total_norm
+from mpkit.record.scale import found_inf, note_of, policy_of, scale_of, was_unscaled
 from mpkit.record.trace import STEPS, Trace
 from mpkit.record.watch import watch
 from mpkit.step import Hook, StepContext
@@ -56,41 +55,38 @@ class Recorder(Hook):
              trainable later are not watched; a RuntimeWarning says so.
     """
 
+    @checked
     def __init__(
         self,
         network: nn.Module,
         optimizer: Optimizer | None = None,
         scaler: object = None,
         *,
-        every: int = 1,
-        by: str = "parameter",
+        every: Count = 1,
+        by: Literal["parameter", "module"] = "parameter",
         activations: bool = False,
         amaxes: bool = False,
         format: str = "fp16",
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        check_kind("network", network, nn.Module, "an nn.Module, whose parameters are watched")
-        every = check_count("every", every)
-        check_choice("by", by, ("parameter", "module"))
-        if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
-        check_flags(activations=activations, amaxes=amaxes)
         get_format(format)
-        self.meta = {} if meta is None else dict(meta)
-        json.dumps(self.meta)
+        self.meta = dict(meta or {})
+        json.dumps(self.meta)  # refused now, and not when the trace is saved
         self.network, self.optimizer, self.scaler = network, optimizer, scaler
-        self.every, self.format = every, format
-        self.index = 0
-        self._groups = _groups(network, by)
-        self._parameters = [p for group in self._groups.values() for p in group]
+        self.every, self.format, self.index = every, format, 0
+        trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ValueError("the network has no parameter with requires_grad=True, so there is no gradient to record")
+        modules = (name.rpartition(".")[0] or "(root)" for name in trained)
+        self._names = dict(zip(trained.values(), trained if by == "parameter" else modules))
         leaves = {name: m for name, m in network.named_modules() if name and next(m.children(), None) is None}
-        self._steps, self._gradients = Columns(), Histograms(self._groups)
+        self._steps, self._gradients = Columns(), Histograms(dict.fromkeys(self._names.values()))
         self._activations = Histograms(leaves if activations else ())
+        self._watches = activations
         self._forward = set[str]()  # the modules that ran outside of a backward pass
-        self._last_note: dict[str, Any] | None = None
+        self._note: dict[str, Any] | None = None  # what a GradScaler writes down of the last step
         self._start = time.perf_counter()
         self._policy = policy_of(scaler)
-        self._watches = activations
         self._amaxes = AmaxRecorder(network) if amaxes else None
         self._handles = [watch(m, partial(self._activation, name)) for name, m in leaves.items() if activations]
 
@@ -106,13 +102,15 @@ class Recorder(Hook):
                  that cannot tell its scale.
         """
         check_kind("loss", loss, Tensor, "a tensor of one element, before .item()")
-        if loss.numel() != 1:
-            raise ValueError(f"the loss must be one number, got a tensor of shape {tuple(loss.shape)}")
-        if loss.is_complex():  # it could be recorded, and then no trace be made
-            raise TypeError(f"record needs a real loss, got {loss.dtype}")
+        for name, given in (("loss", loss), ("scale", scale)):
+            if isinstance(given, Tensor) and (given.numel() != 1 or given.is_complex()):
+                shape = tuple(given.shape)
+                raise ValueError(f"{name} must be one real number, got a tensor of {given.dtype} and shape {shape}")
         if unscaled is not None:
             check_flags(unscaled=unscaled)
-        scale = scale_of(self.scaler) if scale is None else _checked_scale(scale)
+        scale = scale_of(self.scaler) if scale is None else kept(scale)
+        if not isinstance(scale, Tensor):
+            check_number("scale", scale, closed_high=True)
         self._record(loss, scale, unscaled, None, self.optimizer)
 
     def after_unscale(self, ctx: StepContext) -> None:
@@ -128,10 +126,9 @@ class Recorder(Hook):
         """Everything recorded so far."""
         policy = {} if self._policy is None else {"policy": dataclasses.asdict(self._policy)}
         last = self._steps.waiting[-1] if self._steps.waiting else {}
-        if self._last_note and not self._last_note["found_inf_per_device"] and callable(last.get("overflow")):
-            last["overflow"] = kept(_not_finite(self._norm()))  # the scaler has yet to take this step
-        columns: dict[str, Any] = self._steps.joined(list(STEPS))
-        columns = {name: columns[name].astype(dtype) for name, (dtype, _) in STEPS.items()}
+        if self._note and not self._note["found_inf_per_device"] and callable(last.get("overflow")):
+            last["overflow"] = kept(~total_norm(self._values().values()).isfinite())  # the scaler has yet to step
+        columns: Any = {name: c.astype(STEPS[name][0]) for name, c in self._steps.joined([*STEPS]).items()}
         return Trace(
             **columns,
             gradients=self._gradients.ranges(),
@@ -152,14 +149,13 @@ class Recorder(Hook):
             self._amaxes.close()
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed recording needs to go on as if nothing had happened; what was recorded stays in `trace()`.
 
         Holds the next step's index (and with it the phase of `every`) and the seconds so far.
         """
-        return {"index": self.index, "seconds": self._seconds()}
+        return {"index": self.index, "seconds": time.perf_counter() - self._start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the saved recorder stopped; join the traces with `first + second`.
@@ -180,71 +176,55 @@ class Recorder(Hook):
     def _record(
         self, loss: Tensor, scale: float | Tensor, unscaled: bool | None, overflow: Tensor | None, optimizer: Any
     ) -> None:
-        if not any(p.grad is not None for p in self._parameters):
+        if all(p.grad is None for p in self._names):
             raise RuntimeError("no parameter has a gradient: call record after loss.backward() and before zero_grad()")
         if self.index & (self.index - 1) == 0:  # now and then: it goes through the whole network
             self._warn_of_others()
-        scale = kept(scale)
-        found: Any = self._note(optimizer) if overflow is None else kept(overflow)
         norm: float | Tensor = math.nan
-        due = self._due()
+        rate: float | Tensor = math.nan
+        due = self.index % self.every == 0
+        found: Any = self._outcome(optimizer) if overflow is None else overflow
         if due or found is None:
-            unscaled = was_unscaled(self.scaler, optimizer) if unscaled is None else unscaled
-            factor = None if unscaled else _reciprocal(scale)
+            divided = was_unscaled(self._note) if unscaled is None else unscaled
             with torch.no_grad():
-                norm = self._record_histograms(factor) if due else self._norm()
-            found = _not_finite(norm) if overflow is None else found
-            norm = norm if factor is None else norm * factor
-        row = (self.index, kept(loss), scale, found, kept(_lr_of(optimizer)), kept(norm), self._seconds())
-        self._steps.append(dict(zip(STEPS, row)))
+                values, factor = self._values(), torch.as_tensor(1.0 if divided else scale).double().reciprocal()
+                total = total_norm(values.values())
+                norm, found = total * factor, ~total.isfinite() if overflow is None else overflow
+                for p, part in values.items() if due else ():
+                    self._gradients.add(self._names[p], part, factor, p.numel() * (2 if p.is_complex() else 1))
+        if due:
+            self._gradients.end_step(self.index)
+            self._activations.end_step(self.index)
+            self._forward.clear()
+        if optimizer is not None and optimizer.param_groups:
+            rate = coming_rate(optimizer, optimizer.param_groups[0])
+        row = (self.index, loss, scale, found, rate, norm, time.perf_counter() - self._start)
+        self._steps.append(dict(zip(STEPS, map(kept, row))))
         if self._amaxes is not None:
             self._amaxes.end_step()
         self.index += 1
 
+    def _values(self) -> dict[nn.Parameter, Tensor]:
+        return {p: real_values(p.grad) for p in self._names if p.grad is not None}
+
     def _warn_of_others(self) -> None:
         """Say so where parameters train that are not watched."""
-        known = {id(p) for p in self._parameters}
-        others = [name for name, p in self.network.named_parameters() if p.grad is not None and id(p) not in known]
+        others = [name for name, p in self.network.named_parameters() if p.grad is not None and p not in self._names]
         if others:
-            warnings.warn(
-                f"{len(others)} parameters have gradients that this Recorder does not watch, as {others[0]}: they came "
-                "or became trainable after it was made. Make it when all are in place and trainable, and freeze then",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            what = f"{len(others)} parameters have gradients that this Recorder does not watch, as {others[0]}"
+            way_out = "make it when all are in place and trainable, and freeze then"
+            warnings.warn(f"{what}: {way_out}", RuntimeWarning, stacklevel=4)
 
-    def _norm(self) -> float | Tensor:
-        present = [_values(p.grad) for p in self._parameters if p.grad is not None]
-        return total_norm(present) if present else 0.0
-
-    def _note(self, optimizer: Optimizer | None) -> Any:
+    def _outcome(self, optimizer: Optimizer | None) -> Any:
         """What will say whether this step overflows, where the GradScaler knows it: the gradients need not be read.
 
         None where it is not known to do so: in the first step, and after one that it did not take.
         """
-        before = self._last_note
-        self._last_note = note = state_of(self.scaler, optimizer)
-        return partial(found_inf, note) if note and before and before["found_inf_per_device"] else None
-
-    def _due(self) -> bool:
-        return self.index % self.every == 0
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._start
-
-    def _record_histograms(self, factor: float | Tensor | None) -> float | Tensor:
-        """Histograms of gradients times `factor`, and of the activations seen; -> norm of the gradients as they are."""
-        values = {p: _values(p.grad) for p in self._parameters if p.grad is not None}
-        for name, group in self._groups.items():
-            for p in (p for p in group if p in values):
-                self._gradients.add(name, values[p], factor, p.numel() * (2 if p.is_complex() else 1))
-        for part in (self._gradients, self._activations):
-            part.end_step(self.index)
-        self._forward = set()
-        return total_norm(list(values.values()))
+        before, self._note = self._note, note_of(self.scaler, optimizer)
+        return partial(found_inf, self._note) if self._note and before and before["found_inf_per_device"] else None
 
     def _activation(self, name: str, _module: nn.Module, _inputs: object, output: object) -> None:
-        if not (self._due() and torch.is_grad_enabled()):
+        if self.index % self.every or not torch.is_grad_enabled():
             return
         if torch._C._current_graph_task_id() == -1:
             self._forward.add(name)
@@ -253,45 +233,3 @@ class Recorder(Hook):
         with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
             for values in map(values_of, float_tensors(output)):
                 self._activations.add(name, values)
-
-
-def _checked_scale(scale: object) -> float | Tensor:
-    """A scale that somebody gives: refused here and not when the trace is made, after all steps."""
-    if isinstance(scale, Tensor) and scale.numel() != 1:
-        raise ValueError(f"scale must be one number, got a tensor of shape {tuple(scale.shape)}")
-    scale = kept(scale)
-    return scale if isinstance(scale, Tensor) else check_number("scale", scale, closed_high=True)  # on a GPU unread
-
-
-def _groups(network: nn.Module, by: str) -> dict[str, list[nn.Parameter]]:
-    groups: dict[str, list[nn.Parameter]] = {}
-    for name, p in network.named_parameters():
-        if p.requires_grad:
-            key = name if by == "parameter" else name.rpartition(".")[0] or "(root)"
-            groups.setdefault(key, []).append(p)
-    if not groups:
-        raise ValueError("the network has no parameter with requires_grad=True, so there is no gradient to record")
-    return groups
-
-
-def _values(grad: Tensor) -> Tensor:
-    """The stored values of a gradient as real numbers."""
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values.resolve_neg()
-
-
-def _reciprocal(scale: float | Tensor) -> float | Tensor | None:
-    """What unscales a gradient; None where nothing was scaled."""
-    if isinstance(scale, Tensor):
-        return scale.float().reciprocal().reshape(())
-    return None if scale == 1 else 1.0 / scale if scale else math.inf
-
-
-def _lr_of(optimizer: Optimizer | None) -> float | Tensor:
-    if optimizer is None or not optimizer.param_groups:
-        return math.nan
-    return coming_rate(optimizer, optimizer.param_groups[0])
-
-
-def _not_finite(norm: float | Tensor) -> bool | Tensor:
-    return ~norm.isfinite() if isinstance(norm, Tensor) else not math.isfinite(norm)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.arguments import check_choice, check_kind
-from mpkit.files import read_npz, short, write_whole
+from mpkit.files import read_npz, refused, write_whole
 from mpkit.formats import get_format
 from mpkit.record.ranges import RANGES, Fields, Ranges, held_as, hold, need_ascending
 
@@ -86,11 +86,8 @@ class Trace:
         return len(self.step)
 
     def __repr__(self) -> str:
-        skipped = int(self.overflow.sum())
-        return (
-            f"Trace({len(self)} steps, {skipped} skipped, {len(self.gradients.step)} with histograms of "
-            f"{len(self.gradients.names)} gradients, format={self.format})"
-        )
+        counts = f"{len(self)} steps, {self.overflow.sum()} skipped, {len(self.gradients.step)} with histograms"
+        return f"Trace({counts} of {len(self.gradients.names)} gradients, format={self.format})"
 
     @property
     def rows(self) -> np.ndarray:
@@ -99,20 +96,14 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write one compressed npz of plain arrays, whole or not at all; nothing is pickled."""
-        arrays = self.arrays()
-        write_whole(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """All that `save` stores."""
-        head = {"schema": SCHEMA, "format": self.format, "meta": dict(self.meta)}
+        head = {"schema": SCHEMA, "format": self.format, "meta": dict(self.meta), "measured": [*self.measured]}
         arrays: dict[str, Any] = {key: getattr(self, key) for key in STEPS}
         for prefix, part in self._parts().items():
             head[prefix] = {"names": part.names, "lowest": part.lowest}
             arrays |= {f"{prefix}_{key}": getattr(part, key) for key in RANGES}
-        if self.measured:
-            head["measured"] = list(self.measured)
-            arrays |= {f"measured_{name}": tops.astype(np.float64) for name, tops in self.measured.items()}
-        return {**arrays, "head": np.array(json.dumps(head))}
+        arrays |= {f"measured_{name}": tops.astype(np.float64) for name, tops in self.measured.items()}
+        arrays["head"] = np.array(json.dumps(head))
+        write_whole(path, lambda file: np.savez_compressed(file, **arrays))
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -120,24 +111,15 @@ class Trace:
 
         Raises:  ValueError, which says what is wrong, for a damaged or foreign file; FileNotFoundError.
         """
-        return cls.of_arrays(read_npz(path), path)
-
-    @classmethod
-    def of_arrays(cls, arrays: Mapping[str, np.ndarray], path: str | Path) -> Trace:
-        """The trace of which these are the `arrays`, read from a file at `path`. Raises ValueError as `load` does."""
-        try:
+        arrays = read_npz(path)
+        with refused(Path(path), "Trace"):
             head = json.loads(str(arrays["head"]))
             check_choice("schema", head["schema"], (SCHEMA,))
-            given = {
-                name: head[name] | {key: arrays[f"{name}_{key}"] for key in RANGES} for name in PARTS if name in head
-            }
-            parts: dict[str, Any] = {name: Ranges(**fields) for name, fields in given.items()}
+            held = {n: head[n] | {key: arrays[f"{n}_{key}"] for key in RANGES} for n in PARTS if n in head}
+            parts: dict[str, Any] = {name: Ranges(**fields) for name, fields in held.items()}
             columns: dict[str, Any] = {key: arrays[key] for key in STEPS}
             measured = {name: arrays[f"measured_{name}"] for name in head.get("measured", [])}
             return cls(**columns, **parts, format=head["format"], meta=head["meta"], measured=measured)
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
-            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else short(error)
-            raise ValueError(f"{path} is not a trace that Trace.save wrote: {what}") from error
 
     def before(self, step: int) -> Trace:
         """The steps with an index below `step`, for instance those that a checkpoint covers."""
@@ -156,8 +138,6 @@ class Trace:
         Steps that both hold were trained twice (the run went on after its last checkpoint): the later trace wins.
         Raises:  ValueError when the traces are of different networks or formats.
         """
-        if not isinstance(later, Trace):
-            return NotImplemented
         if self.format != later.format or (self.activations is None) != (later.activations is None):
             kinds = [f"{t.format} with {' and '.join(t._parts())}" for t in (self, later)]
             raise ValueError(f"only traces of one format and the same parts can be joined, got {' and '.join(kinds)}")
@@ -183,8 +163,7 @@ class Trace:
         if part == "steps":
             return pd.DataFrame({key: getattr(self, key) for key in STEPS}).set_index("step")
         check_choice("part", part, ("steps", *PARTS))
-        ranges = self._parts().get(part)
-        if ranges is None:
+        if (ranges := self._parts().get(part)) is None:
             raise ValueError("this trace has no activations; make it with Recorder(..., activations=True)")
         index = pd.MultiIndex.from_product([ranges.step, ranges.names], names=["step", "name"])
         present = ranges.counts > 0

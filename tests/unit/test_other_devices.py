@@ -24,7 +24,7 @@ from mpkit.diagnose import diagnose
 from mpkit.formats import BF16, E4M3FN, E5M2, FP16
 from mpkit.model import randomness
 from mpkit.optimizers import base
-from mpkit.record import columns, counts, exponent_counts
+from mpkit.record import columns, exponent_counts, histograms
 from mpkit.rounding import MODES, round_to
 
 GPU = torch.device("cuda", 0)
@@ -104,9 +104,11 @@ def test_histograms_norms_and_copies_stay_on_their_device(scale):
             assert torch.equal(got.as_subclass(Tensor), want)
     empty = exponent_counts(posing(torch.empty(0), spreads=True, device=GPU))
     assert [int(part.sum()) for part in empty] == [0, 0, 0]
-    assert float(counts.total_norm([there])) == pytest.approx(float(torch.linalg.vector_norm(x.double())), rel=1e-12)
+    assert float(histograms.total_norm([there])) == pytest.approx(
+        float(torch.linalg.vector_norm(x.double())), rel=1e-12
+    )
     value = torch.tensor(3.0)
-    copied = columns.kept(posing(value, spreads=True, device=GPU))
+    copied = columns.kept(posing(value, spreads=True, is_cpu=False))
     value.fill_(4.0)
     assert (float(copied), columns.kept(value)) == (3.0, 4.0)
 
