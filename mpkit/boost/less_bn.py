@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,7 @@ from mpkit.arguments import checked
 from mpkit.boost.bn_rules import BATCH_NORMS, removable
 from mpkit.casting.levels import copy_to_float
 
-__all__ = [
-    "LessBN",
-    "LessBNReport",
-    "NormalizedLinear",
-]
+__all__ = ["LessBN", "LessBNReport", "NormalizedLinear"]
 
 EPSILON = 1e-4
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -92,7 +87,8 @@ class LessBN(nn.Module):
     shortcut become `nn.Identity`. In MobileNetV2 the BatchNorm after each expansion and after the last convolution
     goes, in DenseNet the first one of each layer that reads a concatenation; the stem's always stays. A second
     application changes nothing. An optimizer made before keeps the parameters of removed layers, without gradients;
-    `AutoBoost` takes them out of its groups.
+    `AutoBoost` takes them out of its groups. Hooks on the layers that go, the last one that fn_flag converts among
+    them, go with these layers: register them afterwards.
 
     Args:
         network:    traced with `torch.fx`; where that fails, its parts are. What cannot be traced keeps its BatchNorms.
@@ -143,21 +139,15 @@ class LessBN(nn.Module):
         return self.network(*inputs, **options)
 
     def _last_layers(self, faithful: bool, last_fc: str | None) -> list[str]:
-        """Names of the layers to normalise."""
-        names = list(_linears(self.network))
+        """Names of the layers to normalise, among those that their parent calls without reading their weight itself."""
+        linears = [name for name, m in self.network.named_modules() if name and isinstance(m, nn.Linear)]
+        parents = {name: name.rpartition(".")[0] for name in linears}
+        names = [name for name in linears if not isinstance(self.network.get_submodule(parents[name]), READERS)]
         if faithful and last_fc is None:
-            return list({name.rpartition(".")[0]: name for name in names}.values())
+            return list({parents[name]: name for name in names}.values())
         if last_fc is not None and last_fc not in names:
             raise ValueError(f"last_fc must name an nn.Linear of the network ({', '.join(names)}), got {last_fc!r}")
         return names[-1:] if last_fc is None else [last_fc]
-
-
-def _linears(network: nn.Module) -> Iterator[str]:
-    """Names of the Linear layers below `network` whose parent calls them and does not read their weight itself."""
-    for name, module in network.named_modules():
-        parent = network.get_submodule(name.rpartition(".")[0])
-        if name and isinstance(module, nn.Linear) and not isinstance(parent, READERS):
-            yield name
 
 
 def _plain_linear(network: nn.Module, name: str) -> nn.Linear:
@@ -165,8 +155,7 @@ def _plain_linear(network: nn.Module, name: str) -> nn.Linear:
     linear: Any = network.get_submodule(name)
     if type(linear) is not nn.Linear or "weight" not in linear._parameters:
         raise ValueError(
-            f"{name!r} is a {type(linear).__name__} whose weight is not there yet (a lazy one: run one batch) or "
-            "computed from others (weight_norm, say), or with a forward of its own, which would be lost; leave fn_flag "
-            "off, or name another layer with last_fc"
+            f"{name!r} is a {type(linear).__name__}: lazy (run one batch first), with a weight that is computed "
+            "(weight_norm, say), or with a forward of its own; leave fn_flag off, or name another layer with last_fc"
         )
     return linear
