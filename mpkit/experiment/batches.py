@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from mpkit.data import digits, mnist
@@ -44,8 +45,6 @@ def batches_of(
     elif isinstance(data, tuple) and _is_pair(data) and _is_pair(data[0]):  # a list holds batches
         data, test = data
     elif _is_pair(data) and isinstance(data[0], Tensor):
-        if len(data[0]) == 1:
-            raise ValueError("one row cannot be divided for training and test; pass {'train': (x, y)} for no test")
         keep = len(data[0]) - max(1, len(data[0]) // 5)
         data, test = (data[0][:keep], data[1][:keep]), (data[0][keep:], data[1][keep:])
     elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and hasattr(data, "__len__"):
@@ -54,8 +53,6 @@ def batches_of(
         data, test = (Subset(data, part) for part in (rows[:keep], rows[keep:]))
     batches = _batches(data, batch, seed, True, device)
     tested = None if test is None else _batches(test, 250, seed, False, device)
-    if tested is not None and length_hint(tested, -1) == 0:
-        raise ValueError("the test data gives no batch; leave 'test' out for a training without a test")
     steps = length_hint(batches, -1)  # of a stream nobody knows it
     return batches, tested, steps if steps >= 0 else sum(1 for _ in batches)
 
@@ -68,14 +65,8 @@ def _named(data: object) -> object:
         if data == "mnist":
             return mnist(), mnist(split="test")
         raise ValueError(f"no data set is called {data!r}; write digits, digits8 or mnist, or pass the data themselves")
-    return _tensors(data() if callable(data) and not hasattr(data, "__iter__") else data)
-
-
-def _tensors(data: object) -> object:
-    """Arrays in tuples as tensors."""
-    if isinstance(data, tuple) and type(data) is tuple:
-        return tuple(map(_tensors, data))
-    return torch.from_numpy(data) if isinstance(data, np.ndarray) else data
+    made = data() if callable(data) and not hasattr(data, "__iter__") else data
+    return tree_map_only(np.ndarray, torch.from_numpy, made)
 
 
 def pair_of(batch: object) -> tuple[Any, Any]:

@@ -7,8 +7,8 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from mpkit.arguments import check_kind
@@ -47,17 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, TypeError, ValueError) as error:
         print(f"mpkit experiment: {error}", file=sys.stderr)
         return 2
-    if results.stopped:
-        return 130
-    return 1 if results.failures else 0
+    return 130 if results.stopped else int(bool(results.failures))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a grid file asks for. Raises ValueError for what is no JSON, TypeError for another kind; OSError."""
+    asked = read_json(path)
+    check_kind(str(path), asked, dict, "an object, as mpkit experiment --help shows")
+    if "grid" not in asked:
+        raise ValueError(f"{path} has no grid; mpkit experiment --help shows one")
+    check_kind("metrics", asked.get("metrics"), list, "a list of names", optional=True)
+    return asked
 
 
 def results_of(asked: dict[str, Any], folder: Path, **options: Any) -> Results:
     """The experiment that a grid file asks for."""
     sys.path.insert(0, str(Path.cwd()))  # "package.module:function" may lie beside the file, as with python -m
-    given = {key: held for key, held in asked.items() if key not in ("run", "fixed", "metrics")} | options
+    given = {key: resolved(held) for key, held in asked.items() if key not in ("run", "fixed", "metrics")} | options
     run = found(asked["run"]) if "run" in asked else train
-    return experiment(partial(run, **resolved(asked.get("fixed", {}))), **resolved(given), folder=folder)
+    return experiment(partial(run, **resolved(asked.get("fixed", {}))), **given, folder=folder)
 
 
 def resolved(value: Any) -> Any:
@@ -73,21 +81,10 @@ def resolved(value: Any) -> Any:
 def found(name: str) -> Any:
     """What "package.module:name" names. Raises ValueError when it names nothing, or when its module fails."""
     try:
-        module, _, attribute = name.partition(":")
-        return getattr(import_module(module), attribute)
+        return resolve_name(name)
     except (Exception, SystemExit) as error:
         need = f"{name!r} cannot be imported as package.module:name: {type(error).__name__}: {short(error)}"
         raise ValueError(need) from error
-
-
-def read(path: Path) -> dict[str, Any]:
-    """What a grid file asks for. Raises ValueError for what is no JSON, TypeError for another kind; OSError."""
-    asked = read_json(path)
-    check_kind(str(path), asked, dict, "an object, as mpkit experiment --help shows")
-    if "grid" not in asked:
-        raise ValueError(f"{path} has no grid; mpkit experiment --help shows one")
-    check_kind("metrics", asked.get("metrics"), list, "a list of names", optional=True)
-    return asked
 
 
 def told(results: Results, metrics: Sequence[str] | None = None) -> str:
@@ -95,11 +92,7 @@ def told(results: Results, metrics: Sequence[str] | None = None) -> str:
     usual = [m for m in ("accuracy", "seconds_per_step") if m in results.metrics] or results.metrics[:1]
     lines = [repr(results), results.note]
     for metric in metrics or usual:
-        try:
-            said = list(results.summary(metric)["sentence"])
-        except ValueError as error:  # a metric of no run: the others, and what failed, are to be told all the same
-            said = [str(error)]
-        lines += ["", str(metric), *(f"  {sentence}" for sentence in said)]
+        lines += ["", metric, *(f"  {sentence}" for sentence in results.summary(metric)["sentence"])]
     for (cell, seed), text in results.failures.items():
         lines += ["", f"failed: {cell}, seed {seed}: {text.strip().splitlines()[-1]}"]
     return "\n".join(lines)

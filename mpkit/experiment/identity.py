@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import enum
 import functools
 import importlib
 import importlib.metadata
 import json
 import math
-import platform
 import sys
 import sysconfig
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from joblib.hashing import NumpyHasher
-
-Plain = str | float | bool | list[Any] | dict[str, Any] | None
-"""What JSON can hold."""
-CODE = (types.FunctionType, staticmethod, classmethod, property)
-_INSIDE = ("fget", "fset", "fdel", "__func__", "__wrapped__")  # where a property, a method or a cache holds functions
 
 
 def canonical(value: object) -> str:
@@ -40,143 +33,116 @@ def digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:32]
 
 
-class Description:
-    """Turns values into JSON that names them completely: numbers and texts as they are, all else by name and digest.
-
-    `libraries` collects the packages that the described code refers to; their versions stand for their code.
+def described(value: Any) -> Any:
+    """A value as JSON that names it completely: numbers and texts as they are, all else by name and digest.
 
     Raises:  TypeError for what a run would change.
     """
-
-    def __init__(self) -> None:
-        self.libraries: set[str] = set()
-        self._known: dict[int, tuple[object, Plain]] = {}  # the object is kept, or its id could be given to another
-
-    def __call__(self, value: Any) -> Plain:
-        value = value.item() if isinstance(value, np.generic) else value
-        if isinstance(value, list | tuple):
-            return [self(item) for item in value]
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return {key: self(value[key]) for key in sorted(value)}
-        if value is None or type(value) in (bool, int, str) or (isinstance(value, float) and math.isfinite(value)):
-            return value
-        if id(value) not in self._known:
-            if isinstance(value, torch.nn.Module | Iterator):
-                own = f"a cell cannot hold the {type(value).__name__} object itself, which a run would change"
-                raise TypeError(f"{own}; pass what builds it, such as the class or `lambda: Network(hidden=64)`")
-            self._known[id(value)] = value, {"is": _name(value), "hash": self.hash(value)}
-        return self._known[id(value)][1]
-
-    def hash(self, value: object) -> str:
-        """A digest of a value, and of all code of the reader's own that it refers to."""
-        return _Hasher({}, self.libraries).hash(value)
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, list | tuple):
+        return [described(item) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: described(value[key]) for key in sorted(value)}
+    if value is None or type(value) in (bool, int, str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, torch.nn.Module | Iterator):
+        raise TypeError(f"a run would change this {type(value).__name__}; pass what builds it, say `lambda: Network()`")
+    return {"is": _name(value), "hash": Hasher().hash(value)}
 
 
-class _Hasher(NumpyHasher):
+def _name(value: Any) -> str:
+    """A few characters for a value that is neither a number nor a text: what a table or an axis shows."""
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value).removeprefix("torch.")
+    value = value.func if isinstance(value, functools.partial) else value
+    named = [getattr(value, key, None) for key in ("__name__", "name")]
+    return next((name for name in named if isinstance(name, str) and name), type(value).__name__)
+
+
+def name_of(value: Any) -> str:
+    """A few characters for a described value."""
+    if isinstance(value, Mapping) and set(value) == {"is", "hash"}:
+        return str(value["is"])
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+class Hasher(NumpyHasher):
     """joblib's hasher, which takes code by its name, and code of the reader's own by what it does.
 
-    Args:    seen: functions and classes met before, each counted once and then named by its number: code may be in a
-             circle.
+    It pickles a value as an empty tuple whose state is the content: a state may lead back to the value, as code does.
+    `libraries` collects the modules that count by the version of their package.
     """
 
-    def __init__(self, seen: dict[int, tuple[int, object]], libraries: set[str]) -> None:
+    def __init__(self, libraries: set[str] | None = None) -> None:
         super().__init__("sha1")
-        self.seen, self.libraries = seen, libraries
+        self.libraries = set[str]() if libraries is None else libraries
+
+    def memoize(self, value: object) -> None:
+        if not isinstance(value, tuple):  # whether equal ones are one object is Python's affair
+            super().memoize(value)
 
     def reducer_override(self, value: object) -> Any:
         content = None if value is tuple else self.content(value)
-        return NotImplemented if content is None else (tuple, (content,))  # as pickle has it: function and arguments
-
-    def part(self, value: object) -> str:
-        """The digest of what code refers to, by itself: equal whether or not it is one object with another part."""
-        return _Hasher(self.seen, self.libraries).hash(value)
+        return NotImplemented if content is None else (tuple, (), content)
 
     def content(self, value: Any) -> tuple[object, ...] | None:
         """What tells a value from others; None where pickle takes it apart as it should be."""
         if isinstance(value, set | frozenset):  # whose order changes from process to process
-            return type(value).__name__, sorted(map(self.part, value))
+            return type(value).__name__, sorted(Hasher(self.libraries).hash(part) for part in value)
         if isinstance(value, torch.Tensor):
             plain = torch.empty(0) if value.is_meta else value.detach().cpu().to_dense().resolve_conj().resolve_neg()
             return value.dtype, value.shape, plain.reshape(-1).contiguous().view(torch.uint8).numpy()
-        if isinstance(value, types.ModuleType):
-            self.is_library(value.__name__)
-            return (value.__name__,)
-        if isinstance(value, types.CodeType):
-            return self.code(value)
-        if isinstance(value, types.FunctionType | type):
+        if isinstance(value, ModuleType):
+            return value.__name__, self.is_library(value.__name__)
+        if isinstance(value, CodeType):  # not where in a file it stands
+            counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
+            names = (value.co_names, value.co_varnames, value.co_freevars)
+            return value.co_code, value.co_exceptiontable, value.co_consts, counts, names
+        if isinstance(value, FunctionType | type):
             value = vars(value).get("_torchdynamo_orig_callable", value)  # what torch.compile made changes in use
             if self.is_library(value.__module__) and "<" not in value.__qualname__:
                 return value.__module__, value.__qualname__
-            return self.once(value, self.class_ if isinstance(value, type) else self.function)
+        if isinstance(value, type):
+            own = {k: v for k, v in vars(value).items() if callable(v) or not k.startswith(("__", "_abc_"))}
+            return value.__bases__, own
+        if isinstance(value, FunctionType):
+            given = value.__defaults__, value.__kwdefaults__, vars(value)
+            closed = [cell.cell_contents for cell in value.__closure__ or ()]
+            return value.__code__, given, closed, self.referred(value)
         try:
-            reduced = value.__reduce_ex__(2)
+            by_name = isinstance(value.__reduce_ex__(2), str)
         except Exception:  # a property, a lock, an open file
-            return self.once(value, self.named)
-        return self.named(value) if isinstance(reduced, str) else None
+            by_name = True
+        inside = {name: getattr(value, name, None) for name in ("fget", "fset", "fdel", "__wrapped__")}
+        return (type(value), _name(value), inside | getattr(value, "__dict__", {})) if by_name else None
 
     def is_library(self, module: str | None) -> bool:
-        package = (module or "").partition(".")[0]
-        if known := is_installed(package):
-            self.libraries.add(package)
+        """Whether it is of a package that counts by its version."""
+        if known := is_installed(str(module).partition(".")[0]):
+            self.libraries.add(str(module))
         return known
 
-    def once(self, value: object, parts: Callable[..., tuple[object, ...]]) -> tuple[object, ...]:
-        if id(value) in self.seen:
-            return "again", self.seen[id(value)][0]
-        self.seen[id(value)] = len(self.seen), value
-        return parts(value)
-
-    def named(self, value: object) -> tuple[object, ...]:
-        """What pickle cannot take apart, or knows by its name: that, its kind, its attributes and functions inside."""
-        held = {name: getattr(value, name, None) for name in _INSIDE} | getattr(value, "__dict__", {})
-        return type(value).__qualname__, _name(value), [(name, self.part(held[name])) for name in sorted(held)]
-
-    def class_(self, value: type) -> tuple[object, ...]:
-        own = {k: v for k, v in vars(value).items() if isinstance(v, CODE) or not k.startswith(("__", "_abc_"))}
-        return [self.part(base) for base in value.__bases__], {k: self.part(v) for k, v in own.items()}
-
-    def function(self, value: types.FunctionType) -> tuple[object, ...]:
-        cells = []
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # one that is not filled yet
-                cells.append(self.part(cell.cell_contents))
-        names = {name: self.part(held) for name, held in sorted(self.referred(value).items())}
-        given = value.__defaults__, value.__kwdefaults__, vars(value)
-        return self.code(value.__code__), [self.part(held) for held in given], cells, names
-
-    def code(self, code: types.CodeType) -> tuple[object, ...]:
-        """Instructions and constants, those of nested functions too, and not where in a file anything stands."""
-        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-        names = (code.co_names, code.co_varnames, code.co_freevars)
-        return code.co_code, code.co_exceptiontable, [self.part(c) for c in code.co_consts], counts, names
-
-    def referred(self, function: types.FunctionType) -> dict[str, object]:
+    def referred(self, function: FunctionType) -> dict[str, object]:
         """Dotted name -> what it stands for, of what is looked up outside the function and imported inside it.
 
         Of modules of the reader's own `helpers.deep.f` is `f`, whatever else these modules hold.
         """
-        codes = [function.__code__]
-        for code in codes:
-            codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        found: dict[str, object] = {}
-        modules: set[int] = set()
-
-        def follow(name: str, value: object) -> None:
-            if not isinstance(value, types.ModuleType) or self.is_library(value.__name__):
-                found[name] = value
-            elif id(value) not in modules:
-                modules.add(id(value))
-                for attribute in {name for code in codes for name in code.co_names if hasattr(value, name)}:
-                    follow(f"{name}.{attribute}", getattr(value, attribute))
-
-        for step in (step for code in codes for step in dis.get_instructions(code)):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in function.__globals__:
-                follow(step.argval, function.__globals__[step.argval])
-            elif step.opname == "IMPORT_NAME" and not self.is_library(step.argval):
-                with contextlib.suppress(Exception):  # the run says so itself, or does without
-                    importlib.import_module(step.argval)
-                    follow(name := step.argval.partition(".")[0], sys.modules[name])
-        return found
+        codes, todo = [function.__code__], list[tuple[str, Any]]()
+        for code in codes:  # which grows, as does `todo`
+            codes += [c for c in code.co_consts if isinstance(c, CodeType)]
+            for step in dis.get_instructions(code):
+                if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in function.__globals__:
+                    todo.append((step.argval, function.__globals__[step.argval]))
+                elif step.opname == "IMPORT_NAME" and not self.is_library(step.argval):
+                    with contextlib.suppress(Exception):  # the run says so itself, or does without
+                        todo.append((step.argval, importlib.import_module(step.argval)))
+        names = sorted({name for code in codes for name in code.co_names})
+        modules = list[ModuleType]()
+        for path, value in todo:
+            if isinstance(value, ModuleType) and value not in modules and not self.is_library(value.__name__):
+                modules.append(value)
+                todo += [(f"{path}.{name}", getattr(value, name)) for name in names if hasattr(value, name)]
+        return dict(todo)
 
 
 @functools.cache
@@ -185,51 +151,24 @@ def is_installed(package: str) -> bool:
 
     It goes by where the package lies: a reader's own `calendar.py` is the reader's.
     """
-    if package in ("mpkit", "__main__"):
-        return package == "mpkit"
-    try:
-        spec = find_spec(package)
-    except ValueError:  # no name, or a module that no file was read for
-        return False
-    place = str(spec and (spec.origin or spec.submodule_search_locations))
-    homes = ["site-packages", "dist-packages", sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-    return place in ("built-in", "frozen") or any(home in place for home in homes)
+    place = str(getattr(PathFinder.find_spec(package), "origin", None))
+    homes = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+    return package in ("mpkit", *sys.builtin_module_names) or any(home in place for home in homes)
 
 
 def versions(libraries: set[str]) -> dict[str, str]:
-    """Library -> version, of Python, torch, NumPy, mpkit and the packages named."""
-    found, releases = {}, importlib.metadata.packages_distributions()
-    for name in sorted({"numpy", "torch", *libraries}):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(releases.get(name, [name])[0])
-    return {**found, "python": ".".join(platform.python_version_tuple()[:2]), "mpkit": _mpkit()}
+    """Library -> version, of Python, torch, NumPy, mpkit and the packages whose modules are named.
 
-
-@functools.cache
-def _mpkit() -> str:
-    """mpkit's version and a digest of its code, so that a checkout that is worked on counts as changed."""
-    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
-    return f"{importlib.import_module('mpkit').__version__}+{sha256(code).hexdigest()[:8]}"
-
-
-def _name(value: Any) -> str:
-    """A few characters for a value that is neither a number nor a text: what a table or an axis shows."""
-    if isinstance(value, functools.partial):
-        inner = [_name(a) for a in value.args] + [f"{k}={_name(a)}" for k, a in value.keywords.items()]
-        return f"{_name(value.func)}({', '.join(inner)})"
-    if isinstance(value, enum.Enum | torch.dtype | torch.device | Path | str | float | int | None):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return f"tensor{list(value.shape)}"
-    own = [getattr(value, key, None) for key in ("__name__", "name")]
-    return next((name for name in own if isinstance(name, str) and name), type(value).__name__)
-
-
-def name_of(value: Plain) -> str:
-    """A few characters for a described value."""
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{k}: {name_of(v)}" for k, v in value.items())
-        return value["is"] if {"is", "hash"} == set(value) else f"{{{inner}}}"
-    if isinstance(value, list):
-        return f"({', '.join(map(name_of, value))})"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    Of mpkit also a digest of the modules named and of those that they import: in a checkout that is worked on, an edit
+    of these counts as a change, and no other.
+    """
+    used, releases = sorted(n for n in libraries if n.startswith("mpkit.")), importlib.metadata.packages_distributions()
+    for module in used:  # which grows
+        held = vars(sys.modules[module]).values()
+        homes = {v.__name__ if isinstance(v, ModuleType) else getattr(v, "__module__", None) for v in held}
+        used += sorted(home for home in {*map(str, homes)} - set(used) if home.startswith("mpkit."))
+    code = b"".join(Path(str(sys.modules[module].__file__)).read_bytes() for module in sorted(used))
+    named = {name.partition(".")[0] for name in ("numpy", "torch", *libraries)}
+    found = {name: importlib.metadata.version(releases[name][0]) for name in named & releases.keys()}
+    found["mpkit"] = f"{sys.modules['mpkit'].__version__}+{sha256(code).hexdigest()[:8]}"
+    return {**found, "python": ".".join(map(str, sys.version_info[:2]))}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit import networks, optimizers
-from mpkit.arguments import is_number
+from mpkit.arguments import check_kind, is_number
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, OptimizerProcess
 from mpkit.boost.config import FLAGS
 from mpkit.casting import LEVELS, Recipe, auto_mixed_precision, cast_like
 from mpkit.formats import FloatFormat, get_format
 from mpkit.optimizers.arguments import Rate
 from mpkit.policies import ScalePolicy, preset
-from mpkit.policies.presets import FRAMEWORKS
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager, LossScaler, PolicyLossScaler, StaticLossScaler
 from mpkit.step import WithLossCell
 from mpkit.step.build import Float32Loss
@@ -52,14 +50,12 @@ def network_of(network: object) -> nn.Module:
     if isinstance(network, str) and network not in networks.__all__:
         raise ValueError(f"mpkit.networks has no {network!r}; pass the class, or a function that builds the network")
     network = getattr(networks, network) if isinstance(network, str) else network
-    if not callable(network):
-        raise TypeError(f"network must be a class, a function or a name, got {network!r}")
-    if not isinstance(net := network(), nn.Module):
-        raise TypeError(f"network() must return an nn.Module, got {type(net).__name__}")
+    net: Any = network() if callable(network) else network
+    check_kind("network", net, nn.Module, "a class or a function that makes an nn.Module, or a name")
     return net
 
 
-def optimizer_of(optimizer: object, net: nn.Module, lr: Rate | None) -> torch.optim.Optimizer:
+def optimizer_of(optimizer: Any, net: nn.Module, lr: Rate | None) -> torch.optim.Optimizer:
     """An optimizer of the network's parameters: from a function of them, or a name and a learning rate."""
     if isinstance(optimizer, str):
         home: Any = torch.optim if optimizer.startswith("torch.") else optimizers
@@ -67,15 +63,11 @@ def optimizer_of(optimizer: object, net: nn.Module, lr: Rate | None) -> torch.op
         if rule is None:
             known = ", ".join(optimizers.__all__)
             raise ValueError(f"no optimizer is called {optimizer!r}; there are {known} and torch.*")
-        needs = inspect.signature(rule).parameters.get("momentum")
-        options = {"momentum": 0.9} if needs and needs.default is needs.empty else {}
+        options = {"momentum": 0.9} if optimizer == "Momentum" else {}
         made = rule(net.parameters(), *([] if lr is None else [lr]), **options)
-    elif callable(optimizer):
-        made = optimizer(net.parameters())
     else:
-        raise TypeError(f"optimizer must be a name or a function of the parameters, got {type(optimizer).__name__}")
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"optimizer(parameters) must return a torch.optim.Optimizer, got {type(made).__name__}")
+        made = optimizer(net.parameters()) if callable(optimizer) else optimizer
+    check_kind("optimizer", made, torch.optim.Optimizer, "a name, or a function of the parameters that makes one")
     return made
 
 
@@ -96,18 +88,15 @@ def cast_network(net: nn.Module, level: Casts, dtype: Dtype, recipe: str | Recip
         cast_like(net, recipe)
     elif callable(level):
         level(net)
-    elif level in LEVELS:
-        auto_mixed_precision(net, level, format_of(dtype))
     else:
-        cast_like(net, level, format_of(dtype))
+        cast = auto_mixed_precision if level in LEVELS else cast_like
+        cast(net, level, format_of(dtype))
 
 
 def scaler_of(scaler: Scales | Callable[[nn.Module], Scales], net: nn.Module) -> LossScaler | nn.Module | None:
     """A loss scaler for one run, None for none: from all that `train` takes."""
     if callable(scaler) and not isinstance(scaler, nn.Module | LossScaler):
         scaler = scaler(net)
-    if isinstance(scaler, str) and scaler not in ("dynamic", *FRAMEWORKS):
-        raise ValueError(f"no loss scaler is called {scaler!r}; there are dynamic, {', '.join(FRAMEWORKS)}")
     if isinstance(scaler, str):
         scaler = DynamicLossScaleManager() if scaler == "dynamic" else preset(scaler)
     if isinstance(scaler, Mapping):
@@ -123,31 +112,24 @@ def scaler_of(scaler: Scales | Callable[[nn.Module], Scales], net: nn.Module) ->
     raise TypeError(f"scaler must be None, a number, a name, a policy, a LossScaler or a function, got {scaler!r}")
 
 
-def boost_of(boost: object, steps: int) -> AutoBoost | None:
+def boost_of(boost: Any, steps: int) -> AutoBoost | None:
     """The boost of a run of `steps` steps; None for what changes no more than the optimizer."""
-    if isinstance(boost, AutoBoost):
-        return copy.deepcopy(boost)
-    sections: dict[str, Any] = {}
-    if isinstance(boost, Mapping):
-        sections = dict(boost)
-        level = sections.pop("level", "O1")
-    elif not isinstance(boost, str):
-        raise TypeError(f"boost must be a name, a configuration or an AutoBoost, got {type(boost).__name__}")
-    elif boost in ("O0", "grad_centralization"):
-        return None
-    elif boost in AutoBoost.levels:
-        level = boost
-    elif boost == "tuned":
-        level, sections = "O1", {"boost": {"mode": "tuned"}}
-    else:
+    if isinstance(boost, AutoBoost) or boost in ("O0", "grad_centralization"):
+        return copy.deepcopy(boost) if isinstance(boost, AutoBoost) else None
+    named: dict[str, dict[str, Any]] = {level: {"level": level} for level in AutoBoost.levels}
+    named["tuned"] = {"boost": {"mode": "tuned"}}
+    if isinstance(boost, str) and boost not in named:
         names = boost.split("+")
         if unknown := [name for name in names if name not in FLAGS]:
-            known = ", ".join((*AutoBoost.levels, "tuned", "grad_centralization", *FLAGS))
+            known = ", ".join((*named, "grad_centralization", *FLAGS))
             raise ValueError(f"no boost is called {unknown[0]!r}; there are {known}")
-        level, sections = "O0", {"boost": {"mode": "manual", **{flag: flag in names for flag in FLAGS}}}
+        named[boost] = {"level": "O0", "boost": {"mode": "manual", **{flag: flag in names for flag in FLAGS}}}
         if "grad_accumulation" in names:
-            sections["grad_accumulation"] = {"grad_accumulation_step": 2}
-    return AutoBoost(level, {**sections, "grad_freeze": {"total_steps": steps, **sections.get("grad_freeze", {})}})
+            named[boost]["grad_accumulation"] = {"grad_accumulation_step": 2}
+    sections = named[boost] if isinstance(boost, str) else boost
+    check_kind("boost", sections, Mapping, "a name, a configuration or an AutoBoost")
+    sections = {"level": "O1", **sections, "grad_freeze": {"total_steps": steps, **sections.get("grad_freeze", {})}}
+    return AutoBoost(sections.pop("level"), sections)
 
 
 def boosted(boost: object, net: nn.Module, rule: Any, steps: int) -> tuple[nn.Module, Any, AutoBoost | None]:

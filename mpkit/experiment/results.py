@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import io
 import math
 import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.arguments import check_count
 from mpkit.experiment.identity import name_of
 from mpkit.experiment.statistics import Paired, holm, paired
-from mpkit.experiment.store import INDEX, Row, cell_key, folder_at, index_text, read_index, read_rows
+from mpkit.experiment.store import INDEX, Row, folder_at, index_text, path_of, read_index, read_rows
 from mpkit.experiment.verdict import concluded, direction
 from mpkit.files import check_growth, refused, regular, write_whole
 
@@ -38,22 +38,20 @@ class Results:
     """The runs of an experiment, of this call or of earlier ones with the same code.
 
     Args:
-        index:   what was asked for: cells with labels and baselines, seeds.
+        index:   what was asked for: cells with labels and baselines, seeds, key of the code.
         rows:    the finished runs.
         folder:  where they lie.
         stopped: whether the call ended before all was done.
     """
 
-    def __init__(self, index: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, stopped: bool = False) -> None:
-        if not isinstance(index, Mapping) or {"cells", "seeds"} - set(index):
-            raise TypeError(f"index must be a dict with the keys 'cells' and 'seeds', got {index!r:.100}")
+    def __init__(self, index: Mapping[str, Any], rows: Iterable[Row], *, folder: Path, stopped: bool = False) -> None:
+        if not isinstance(index, Mapping) or {"cells", "seeds", "code"} - set(index):
+            raise TypeError(f"index must be a dict with the keys 'cells', 'seeds' and 'code', got {index!r:.100}")
         self.labels: list[str] = [cell["label"] for cell in index["cells"]]
         self.seeds: list[int] = list(index["seeds"])
         self.folder, self.stopped = folder, stopped
-        self._index = index
-        place = {cell_key(c["cell"], s): (i, s) for i, c in enumerate(index["cells"]) for s in self.seeds}
-        keyed = ((place.get(cell_key(row.cell, row.seed)), row) for row in rows)
-        self._rows: dict[tuple[int, int], Row] = {at: row for at, row in keyed if at is not None}
+        self._index, found = index, {row.path: row for row in rows}
+        self._rows = {at: found[path] for at, path in _paths(index, folder).items() if path in found}
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Results:
@@ -75,19 +73,17 @@ class Results:
                 raise
         place = folder_at(folder)
         index = read_index(place)
-        stems = (f"{cell_key(c['cell'], s)}-{index['code']}" for c in index["cells"] for s in index["seeds"])
-        return cls(index, list(read_rows(place, stems)), folder=place)
+        return cls(index, read_rows(_paths(index, place).values()), folder=place)
 
     def first(self, seeds: int) -> Results:
         """What would be known if only the first `seeds` seeds had been run.
 
-        Raises:  TypeError, ValueError unless it is a whole number from 1 to the number of seeds.
+        Raises:  ValueError unless it is a whole number from 1 to the number of seeds.
         """
-        count = check_count("seeds", seeds)
-        if count > len(self.seeds):
-            raise ValueError(f"seeds must be at most {len(self.seeds)}, the number that was run, got {count}")
-        index, rows = {**self._index, "seeds": self.seeds[:count]}, list(self._rows.values())
-        return Results(index, rows, folder=self.folder, stopped=self.stopped)
+        if seeds not in range(1, len(self.seeds) + 1):
+            raise ValueError(f"seeds must be from 1 to {len(self.seeds)}, the number that was run, got {seeds!r}")
+        index = {**self._index, "seeds": self.seeds[:seeds]}
+        return Results(index, self._rows.values(), folder=self.folder, stopped=self.stopped)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One zip file of these runs and no others, whole or not at all, to keep or to send; `Results.load` opens it.
@@ -98,13 +94,10 @@ class Results:
             raise ValueError(f"the name must end in .zip, so that load recognises the file, got {path}")
         held = {row.path.name: regular(row.path).read_bytes() for row in self._rows.values()}
         held[INDEX] = index_text(self._index).encode()
-
-        def pack(open_: IO[bytes]) -> None:
-            with zipfile.ZipFile(open_, "w") as file:
-                for name in sorted(held):  # stamped without the time, so that equal runs give an equal file
-                    file.writestr(zipfile.ZipInfo(name), held[name], zipfile.ZIP_DEFLATED)
-
-        write_whole(Path(path), pack)
+        with zipfile.ZipFile(packed := io.BytesIO(), "w") as file:
+            for name in sorted(held):  # stamped without the time, so that equal runs give an equal file
+                file.writestr(zipfile.ZipInfo(name), held[name], zipfile.ZIP_DEFLATED)
+        write_whole(Path(path), lambda file: file.write(packed.getvalue()))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -112,7 +105,7 @@ class Results:
     def __repr__(self) -> str:
         failed, open_ = len(self.failures), len(self.labels) * len(self.seeds) - len(self)
         text = f"{len(self)} runs of {len(self.labels)} cells from {len(self.seeds)} seeds"
-        return text + (f", {failed} failed" if failed else "") + (f", {open_} not run yet" if open_ else "")
+        return text + f", {failed} failed" * bool(failed) + f", {open_} not run yet" * bool(open_)
 
     @property
     def metrics(self) -> list[str]:
@@ -123,15 +116,14 @@ class Results:
     def note(self) -> str:
         """What to know before trusting the numbers: how times were taken, what failed or is missing."""
         beside, missing = sum(not r.alone for r in self._rows.values()), len(self.labels) * len(self.seeds) - len(self)
-        alone = "Runs were made one at a time, and the cells of each seed in random order, so times can be compared."
-        said = [alone] if len(self) and not beside else []
+        said = ["Runs were made one at a time, and the cells of each seed in random order, so times can be compared."]
         if beside:
-            said += [
-                f"Times cannot be compared: {beside} of {len(self)} runs had other runs beside them; use n_jobs=1."
-            ]
+            said = [f"Times cannot be compared: {beside} of {len(self)} runs had other runs beside them; use n_jobs=1."]
         if self.failures:
-            said += [f"{len(self.failures)} of {len(self)} runs failed; `.failures` has their tracebacks."]
-        return " ".join(said + [f"{missing} runs are not done; the same call goes on with them."] * bool(missing))
+            said.append(f"{len(self.failures)} of {len(self)} runs failed; `.failures` has their tracebacks.")
+        if missing:
+            said.append(f"{missing} runs are not done; the same call goes on with them.")
+        return " ".join(said)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -146,24 +138,17 @@ class Results:
         arguments = {name: f"{name} (argument)" if name in _ALWAYS else name for name in names}
         metrics = {n: f"{n} (result)" if n in _ALWAYS or n in names else n for n in self.metrics}
         lines = []
-        for (i, seed), row in self._ordered().items():
+        for (i, seed), row in self._rows.items():
             shown = {k: v if isinstance(v, None | int | float | str) else name_of(v) for k, v in row.cell.items()}
-            line = {"cell": self.labels[i], **{arguments[k]: v for k, v in shown.items()}, "seed": seed}
-            line |= {metrics[k]: v for k, v in row.numbers.items()}
-            lines.append(line | {"run_seconds": row.seconds, "alone": row.alone, "error": row.error})
+            line = {arguments[k]: v for k, v in shown.items()} | {metrics[k]: v for k, v in row.numbers.items()}
+            lines.append(line | dict(zip(_ALWAYS, (self.labels[i], seed, row.seconds, row.alone, row.error))))
         columns = ["cell", *arguments.values(), "seed", *metrics.values(), "run_seconds", "alone", "error"]
         return pd.DataFrame(lines, columns=columns)
-
-    def _ordered(self, cell: int | str | None = None) -> dict[tuple[int, int], Row]:
-        """(number of the cell, seed) -> row, in order; of one cell those that ended well."""
-        cells = range(len(self.labels)) if cell is None else [self.number(cell)]
-        rows = {(i, s): self._rows[i, s] for i in cells for s in self.seeds if (i, s) in self._rows}
-        return rows if cell is None else {at: row for at, row in rows.items() if not row.error}
 
     @property
     def failures(self) -> dict[tuple[str, int], str]:
         """(cell, seed) -> traceback of every failed run."""
-        return {(self.labels[i], s): row.error for (i, s), row in self._ordered().items() if row.error}
+        return {(self.labels[i], seed): row.error for (i, seed), row in self._rows.items() if row.error}
 
     def values(self, cell: int | str, metric: str) -> dict[int, float]:
         """Seed -> number, of the runs of a cell that ended well; NaN and inf included.
@@ -172,7 +157,7 @@ class Results:
         """
         if metric not in self.metrics and metric != "run_seconds":
             raise ValueError(f"no run returned {metric!r}; there are {', '.join(self.metrics) or 'no numbers at all'}")
-        numbers = {s: {**row.numbers, "run_seconds": row.seconds} for (_, s), row in self._ordered(cell).items()}
+        numbers = {seed: {**row.numbers, "run_seconds": row.seconds} for seed, row in self._ended(cell).items()}
         return {seed: own[metric] for seed, own in numbers.items() if metric in own}
 
     def series(self, cell: int | str, name: str, seed: int | None = None) -> np.ndarray:
@@ -180,7 +165,10 @@ class Results:
 
         Raises:  ValueError for a run that is not there, failed, or returned no such series.
         """
-        held = self._row(cell, seed).series()
+        ended = self._ended(cell)
+        if (chosen := next(iter(ended), None) if seed is None else seed) not in ended:
+            raise ValueError(f"cell {cell} has no run from seed {seed} that ended well; it has {list(ended)}")
+        held = ended[chosen].series()
         if name not in held:
             raise ValueError(f"this run returned no series {name!r}; there are {', '.join(held) or 'none'}")
         return held[name]
@@ -192,8 +180,8 @@ class Results:
         """
         i = self.number(cell)
         own, other = self.values(i, metric), self.values(self._index["cells"][i]["baseline"], metric)
-        both = [0.0 if math.isclose(own[s], other[s], rel_tol=1e-12) else own[s] - other[s] for s in own if s in other]
-        return paired([d for d in both if math.isfinite(d)])
+        both = {seed: (own[seed], other[seed]) for seed in own if seed in other}
+        return paired(0.0 if math.isclose(a, b, rel_tol=1e-12) else a - b for a, b in both.values())
 
     def summary(self, metric: str, *, higher_is_better: bool | None = None) -> pd.DataFrame:
         """One row a cell: mean, spread, the difference to its baseline seed by seed, and what can be concluded.
@@ -216,7 +204,7 @@ class Results:
         up = direction(metric) if higher_is_better is None else higher_is_better
         rows = []
         for i, (d, p) in enumerate(zip(found, corrected)):
-            own, done = self._own(i, metric), sum((i, s) in self._rows for s in self.seeds)
+            own, done = paired(self.values(i, metric).values()), sum((i, s) in self._rows for s in self.seeds)
             base = self.labels[against[i]] if against[i] != i else None
             said = concluded(self.labels[i], base, own, done, d, p, tests, up)
             rows.append((own.n, own.mean, own.spread, d.mean, d.low, d.high, d.p, p, *said))
@@ -225,7 +213,7 @@ class Results:
 
     def interval(self, cell: int | str, metric: str) -> tuple[float, float, float]:
         """(low, mean, high) of a cell: its mean and the ends of its 95 % interval; NaN where they cannot be known."""
-        own = self._own(cell, metric)
+        own = paired(self.values(cell, metric).values())
         return own.low, own.mean, own.high
 
     def plot(self, metric: str = "accuracy", *, against: str = "seconds_per_step") -> Any:
@@ -239,20 +227,18 @@ class Results:
 
     def number(self, cell: int | str) -> int:
         """The number of a cell that is given by its label or number. Raises ValueError where there is none."""
-        if isinstance(cell, str):
-            if cell not in self.labels:
-                raise ValueError(f"no cell {cell!r}; there are {'; '.join(self.labels)}")
-            return self.labels.index(cell)
-        if not 0 <= cell < len(self.labels):
-            raise ValueError(f"cells are numbered 0 to {len(self.labels) - 1}, got {cell}")
-        return cell
+        known: Any = self.labels if isinstance(cell, str) else range(len(self.labels))
+        if cell not in known:
+            raise ValueError(f"no cell {cell!r}; there are {'; '.join(self.labels)}, numbered from 0")
+        return int(known.index(cell))
 
-    def _own(self, cell: int | str, metric: str) -> Paired:
-        return paired([v for v in self.values(cell, metric).values() if math.isfinite(v)])
+    def _ended(self, cell: int | str) -> dict[int, Row]:
+        """Seed -> run, of the runs of a cell that ended well."""
+        number = self.number(cell)
+        return {seed: row for (i, seed), row in self._rows.items() if i == number and not row.error}
 
-    def _row(self, cell: int | str, seed: int | None) -> Row:
-        ended = {s: row for (_, s), row in self._ordered(cell).items()}
-        if not ended or seed not in (None, *ended):
-            label = self.labels[self.number(cell)]
-            raise ValueError(f"{label} has no run from seed {seed} that ended well; it has {list(ended)}")
-        return next(iter(ended.values())) if seed is None else ended[seed]
+
+def _paths(index: Mapping[str, Any], folder: Path) -> dict[tuple[int, int], Path]:
+    """(number of the cell, seed) -> where its run lies, in order."""
+    numbered = enumerate(index["cells"])
+    return {(i, s): path_of(folder, c["cell"], s, index["code"]) for i, c in numbered for s in index["seeds"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,8 +20,6 @@ def student_cdf(t: float, df: int) -> float:
     >>> student_cdf(1.0, 1)  # Cauchy: 1/2 + atan(1) / pi
     0.75
     """
-    if df < 1:
-        raise ValueError(f"Student's t has at least 1 degree of freedom, got {df}: two seeds or more are needed")
     angle = math.atan2(t, math.sqrt(df))
     sine, square = math.sin(angle), math.cos(angle) ** 2
     first = 1 if df % 2 == 0 else 2
@@ -40,8 +38,6 @@ def student_quantile(probability: float, df: int) -> float:
     >>> round(student_quantile(0.975, 4), 3)
     2.776
     """
-    if not 0.5 <= probability < 1:
-        raise ValueError(f"need 0.5 <= probability < 1, got {probability}")
     low, high = 0.0, 1.0
     while student_cdf(high, df) < probability:
         low, high = high, 2 * high
@@ -73,17 +69,18 @@ class Paired:
         return more_seeds(self.mean, self.spread, self.n)
 
 
-def paired(differences: Sequence[float]) -> Paired:
-    """What the differences, one per seed, say about their mean.
+def paired(differences: Iterable[float]) -> Paired:
+    """What the finite ones of the differences, one per seed, say about their mean.
 
     >>> paired([1.0, 2.0, 3.0]).low < 0 < paired([2.0, 2.1, 2.2]).low
     True
     """
-    n, nan = len(differences), math.nan
+    told, nan = [d for d in differences if math.isfinite(d)], math.nan
+    n = len(told)
     if n < 2:
-        return Paired(n, differences[0] if n else nan, nan, nan, nan, nan)
-    mean, spread = statistics.fmean(differences), statistics.stdev(differences)
-    if spread <= 1e-12 * max(abs(d) for d in differences):  # equal but for rounding, all zero included
+        return Paired(n, told[0] if n else nan, nan, nan, nan, nan)
+    mean, spread = statistics.fmean(told), statistics.stdev(told)
+    if spread <= 1e-12 * max(map(abs, told)):  # equal but for rounding, all zero included
         return Paired(n, mean, 0.0, mean, mean, 1.0 if mean == 0 else 0.0)
     error = spread / math.sqrt(n)
     half = student_quantile(0.975, n - 1) * error

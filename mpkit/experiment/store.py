@@ -18,17 +18,15 @@ from mpkit.experiment.identity import canonical, digest
 from mpkit.files import read_json, read_npz, short, write_whole
 
 SCHEMA = "mpkit.experiment/2"
-MOST = 10**7  # runs of one experiment
 INDEX = "experiment.json"
-_KINDS = {"seed": int, "alone": bool, "seconds": float, "code": str, "error": str}
-_KINDS |= dict.fromkeys(("cell", "numbers", "versions"), dict)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One finished run.
+    """One run, finished or to be made.
 
     Args:
+        folder:   where its file lies.
         cell:     the described arguments.
         seed:     the seed.
         alone:    whether no other cell of the same call could run beside it, so that its times can be compared.
@@ -37,9 +35,9 @@ class Row:
         numbers:  metric -> number.
         seconds:  wall time of the whole run.
         error:    traceback of a failed run, "" of one that ended well.
-        folder:   where its file lies.
     """
 
+    folder: Path
     cell: dict[str, Any]
     seed: int
     alone: bool
@@ -48,17 +46,11 @@ class Row:
     numbers: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""
-    folder: Path = field(default=Path(), compare=False)
-
-    @property
-    def stem(self) -> str:
-        """The name of its file: what is run, then the code and libraries that ran it."""
-        return f"{cell_key(self.cell, self.seed)}-{code_key(self.code, self.versions)}"
 
     @property
     def path(self) -> Path:
-        """Its file."""
-        return file_of(self.folder, self.stem)
+        """Its file, named after what is run, and after the code and the libraries that run it."""
+        return path_of(self.folder, self.cell, self.seed, code_key(self.code, self.versions))
 
     def series(self) -> dict[str, np.ndarray]:
         """Name -> series that the run returned. Raises ValueError for a damaged file."""
@@ -69,30 +61,36 @@ class Row:
     def read(cls, path: Path) -> Row:
         """The row of a file. Raises ValueError and more when the file is none of a run, or that of another."""
         head = json.loads(str(read_npz(path, ["head"])["head"]))
-        if not isinstance(head, dict) or head.pop("schema", None) != SCHEMA:
-            raise ValueError("the file is of another version of mpkit")
-        if wrong := [name for name, kind in _KINDS.items() if type(head.get(name)) is not kind]:
-            raise ValueError(f"{wrong[0]} is of another kind than a run writes")
-        head["numbers"] = {name: float(value) for name, value in head["numbers"].items()}
-        row = cls(**head, folder=path.parent)
-        if row.path != path:
-            raise ValueError("the file does not hold the cell that it is named after")
+        row = cls(path.parent, **{key: kind(head[key]) for key, kind in _HEAD.items()})
+        if head["schema"] != SCHEMA or row.path != path:
+            raise ValueError("the file is of another version of mpkit, or not of the cell that it is named after")
         return row
 
+    def write(self, series: Mapping[str, np.ndarray]) -> Row:
+        """Write its file. Raises OSError of the disk."""
+        head = json.dumps({"schema": SCHEMA, **{key: getattr(self, key) for key in _HEAD}})
+        arrays: dict[str, Any] = {"head": np.array(head), **{f"series/{name}": held for name, held in series.items()}}
+        # not forced to the disk: a file that a power cut has torn is noticed by its checksums and run again
+        write_whole(self.path, lambda file: np.savez_compressed(file, **arrays), sync=False)
+        return self
 
-def cell_key(cell: Mapping[str, Any], seed: int) -> str:
-    """What is run, as 128 bits."""
-    return digest(canonical([cell, seed]))
+
+def _numbers(held: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in held.items()}
+
+
+_HEAD: dict[str, Any] = {"cell": dict, "seed": int, "alone": bool, "versions": dict, "code": str, "numbers": _numbers}
+_HEAD |= {"seconds": float, "error": str}
+
+
+def path_of(folder: Path, cell: Mapping[str, Any], seed: int, code: str) -> Path:
+    """Where a run lies: 128 bits of what is run, then the key of the code."""
+    return folder / f"{digest(canonical([cell, seed]))}-{code}.npz"
 
 
 def code_key(code: str, versions: Mapping[str, str]) -> str:
     """What runs it, as 48 bits."""
     return digest(canonical([code, versions]))[:12]
-
-
-def file_of(folder: Path, stem: str) -> Path:
-    """Where a finished run lies."""
-    return folder / f"{stem}.npz"
 
 
 def sorted_out(result: object) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -124,22 +122,11 @@ def _as_array(value: object) -> Any:
     return (value.float() if narrow else value).numpy(force=True)
 
 
-def store(folder: Path, row: Row, series: Mapping[str, np.ndarray]) -> None:
-    """Write the file of a run. Raises OSError of the disk."""
-    head = {"schema": SCHEMA, **{key: getattr(row, key) for key in _KINDS}}
-    head["numbers"] = {k: v if math.isfinite(v) else str(v) for k, v in row.numbers.items()}
-    arrays: dict[str, Any] = {"head": np.array(canonical(head)), **{f"series/{k}": v for k, v in series.items()}}
-    # not forced to the disk: a file that a power cut has torn is noticed by its checksums and run again
-    write_whole(file_of(folder, row.stem), lambda file: np.savez_compressed(file, **arrays), sync=False)
-
-
-def read_rows(folder: Path, stems: Iterable[str]) -> Iterator[Row]:
+def read_rows(paths: Iterable[Path]) -> Iterator[Row]:
     """The finished runs among these; with a warning where a file cannot be used."""
-    for path in (file_of(folder, stem) for stem in stems):
+    for path in filter(os.path.lexists, paths):
         try:
             yield Row.read(path)
-        except FileNotFoundError:
-            continue
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError) as error:
             warning = f"{path} is left out and will be run again: {short(error)}"
             warnings.warn(warning, RuntimeWarning, stacklevel=2)
@@ -164,15 +151,13 @@ def read_index(folder: Path) -> dict[str, Any]:
 
     Raises:  FileNotFoundError where that is not there or not readable.
     """
-    kinds = {"cell": dict, "label": str, "baseline": int}
     try:
-        index = read_json(folder / INDEX)
-        cells, seeds = index["cells"], index["seeds"]
-        fits = index["schema"] == SCHEMA and type(index["code"]) is str and {type(seed) for seed in seeds} <= {int}
-        fits &= all(type(c[key]) is kind for c in cells for key, kind in kinds.items())
-        fits &= all(0 <= c["baseline"] < len(cells) for c in cells)
-    except (OSError, ValueError, KeyError, TypeError):
-        fits = False
-    if not fits:
-        raise FileNotFoundError(f"no experiment in {folder}; experiment(run, grid, folder=...) makes one")
-    return index
+        held = read_json(folder / INDEX)
+        known = {SCHEMA: range(len(held["cells"]))}[held["schema"]]
+        cells = [
+            {"cell": dict(c["cell"]), "label": str(c["label"]), "baseline": known.index(c["baseline"])}
+            for c in held["cells"]
+        ]
+        return {"seeds": [int(seed) for seed in held["seeds"]], "cells": cells, "code": str(held["code"])}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise FileNotFoundError(f"no experiment in {folder}; experiment(run, grid, folder=...) makes one") from error

@@ -22,10 +22,8 @@ from mpkit.optimizers.arguments import Rate
 from mpkit.step import StepOutcome
 from mpkit.step.build import widened
 
-IGNORED = -100
-"""The label that torch's cross entropy leaves out, and so does the accuracy."""
-WARM = 5
-"""Steps that fill caches and buffers and are not timed."""
+IGNORED = -100  # the label that torch's cross entropy leaves out, and so does the accuracy
+WARM = 5  # steps that fill caches and buffers and are not timed
 
 
 def train(
@@ -75,7 +73,7 @@ def train(
               step_seconds (each step), seconds_per_step, skipped (steps), last_scale and scale (per step; 1 without
               scaling), on a GPU peak_memory_mib, and the network if asked for.
     Units:    seconds_per_step is the median of a step's wall time after the first 5; on a GPU the mean, the device
-              waited for at both ends. peak_memory_mib is what torch allocated.
+              waited for at both ends of an epoch. peak_memory_mib is what torch allocated.
     Raises:   TypeError, ValueError for arguments, before a step is made.
     """
     check_count("epochs", epochs)
@@ -91,16 +89,18 @@ def train(
     parts.cast_network(net, level, dtype, recipe)
     function = parts.usual_loss if loss is None else loss
     wide, sense = recipe is not None or level != "O0", parts.scaler_of(scaler, net)
-    cell, clock = parts.step_of(net, function, wide, rule, sense, boost=auto), _Clock(device)
-    outcomes, tests = list[StepOutcome](), list[tuple[str, float]]()
+    cell = parts.step_of(net, function, wide, rule, sense, boost=auto)
+    outcomes, tests, seconds = list[StepOutcome](), list[tuple[str, float]](), list[float]()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(epochs):
-        outcomes += _steps(cell, batches, device, clock)
-        tests += [] if test is None else [_tested(net, function, test, device)]
-    result = _told(outcomes, tests, steps, clock)
-    return result | ({"network": net} if keep else {})
+        outcomes += _steps(cell.train(), batches, device, seconds)
+        tests += [] if test is None else [_tested(net.eval(), function, test, device)]
+    return _told(outcomes, tests, steps, seconds) | ({"network": net} if keep else {})
 
 
-def _told(outcomes: list[StepOutcome], tests: list[tuple[str, float]], steps: int, clock: _Clock) -> dict[str, Any]:
+def _told(outcomes: list[StepOutcome], tests: list[Any], steps: int, seconds: list[float]) -> dict[str, Any]:
     """What a run of epochs of so many steps returns."""
     losses = torch.stack([o.loss.float() for o in outcomes]).tolist()
     scales = torch.stack([o.scale.float().mean() for o in outcomes]).tolist()
@@ -108,22 +108,32 @@ def _told(outcomes: list[StepOutcome], tests: list[tuple[str, float]], steps: in
     for name in dict.fromkeys(name for name, _ in tests):
         result |= {name: tests[-1][1], f"{name}_curve": [value for _, value in tests]}
     skipped = int(torch.stack([o.overflow.any() for o in outcomes]).sum())
-    result |= {"skipped": skipped, "last_scale": scales[-1], "scale": scales, "step_seconds": list(clock.seconds)}
-    return result | clock.told()
+    result |= {"skipped": skipped, "last_scale": scales[-1], "scale": scales, "step_seconds": seconds}
+    cuda = outcomes[0].loss.is_cuda
+    result["seconds_per_step"] = (statistics.fmean if cuda else statistics.median)(seconds[WARM:] or seconds)
+    if cuda:
+        result["peak_memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    return result
 
 
-def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, clock: _Clock) -> list[StepOutcome]:
-    cell.train()
-    outcomes = []
-    for batch in batches:
-        x, y = pair_of(batch)
-        with clock:
-            out = cell(_moved(x, device), _moved(y, device))
-        if not isinstance(out, StepOutcome):  # a step without loss scaling returns the loss alone
-            out = StepOutcome(out, torch.zeros((), dtype=torch.bool), torch.ones(()))
-        outcomes.append(out)
+def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, seconds: list[float]) -> list[StepOutcome]:
+    """What the steps of an epoch gave, and to `seconds` what each took; a GPU is waited for at both ends."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else bool
+    outcomes = list[StepOutcome]()
+    for x, y in map(pair_of, batches):
+        if len(seconds) == WARM or not outcomes:
+            wait()
+        start = time.perf_counter()
+        out = cell(_moved(x, device), _moved(y, device))
+        seconds.append(time.perf_counter() - start)
+        # a step without loss scaling returns the loss alone
+        plain = not isinstance(out, StepOutcome)
+        outcomes.append(StepOutcome(out, torch.zeros((), dtype=torch.bool), torch.ones(())) if plain else out)
     if not outcomes:
         raise ValueError("the data gave no batch; pass what can be iterated anew in every epoch, not a generator")
+    start = time.perf_counter()
+    wait()
+    seconds[-1] += time.perf_counter() - start
     return outcomes
 
 
@@ -131,21 +141,19 @@ def _tested(
     net: nn.Module, loss: Callable[[Any, Any], Tensor], batches: Iterable[Any], device: torch.device
 ) -> tuple[str, float]:
     """("accuracy", percent) where labels are classes, else ("test_loss", mean over the rows)."""
-    net.eval()
-    total, rows, name, empty = 0.0, 0, "test_loss", True
+    total, rows, name = 0.0, 0, ""
     with torch.no_grad():
-        for batch in batches:
-            (x, y), empty = pair_of(batch), False
+        for x, y in map(pair_of, batches):
             out, y = widened(net(_moved(x, device))), _moved(y, device)
             if (classes := _classes(out, y, loss)) is not None:
                 name, counted = "accuracy", y != IGNORED
                 total += 100 * float(((out.argmax(classes) == y) & counted).sum())
                 rows += int(counted.sum())
             else:
-                count = next((len(part) for part in tree_leaves(y) if isinstance(part, Tensor)), 1)
+                name, count = "test_loss", next((len(p) for p in tree_leaves(y) if isinstance(p, Tensor)), 1)
                 total += float(loss(out, y)) * count
                 rows += count
-    if empty:
+    if not name:
         raise ValueError("the test data gave no batch; pass what can be iterated anew in every epoch, not a generator")
     return name, total / rows if rows else float("nan")
 
@@ -166,32 +174,3 @@ def _classes(out: object, y: object, loss: object) -> int | None:
 
 def _moved(value: object, device: torch.device) -> Any:
     return map_tensors(lambda part: part.to(device, non_blocking=True), value)
-
-
-class _Clock:
-    """Wall time of the steps made inside it; on a GPU the largest memory in use since it was made, too."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.seconds: list[float] = []
-        gc.collect()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-
-    def __enter__(self) -> None:
-        if self.cuda and len(self.seconds) == WARM:
-            torch.cuda.synchronize()
-        self.start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds.append(time.perf_counter() - self.start)
-
-    def told(self) -> dict[str, float]:
-        """Seconds of a step, those of the first ones where there are no others, and the peak of a GPU's memory."""
-        timed = self.seconds[WARM:] or self.seconds
-        if not self.cuda:
-            return {"seconds_per_step": statistics.median(timed)}
-        start = time.perf_counter()
-        torch.cuda.synchronize()
-        whole = sum(timed) + time.perf_counter() - start  # what was still queued
-        return {"seconds_per_step": whole / len(timed), "peak_memory_mib": torch.cuda.max_memory_allocated() / 2**20}

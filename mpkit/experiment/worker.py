@@ -1,4 +1,4 @@
-"""One cell in one process: run on one thread, as if it were alone, and stored."""
+"""Runs of cells, in this process or in several: each on one thread, as if it were alone, and stored at its end."""
 
 from __future__ import annotations
 
@@ -10,46 +10,73 @@ import random
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import BrokenExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import joblib
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
-from mpkit.experiment.store import Row, sorted_out, store
+from mpkit.experiment.store import Row, sorted_out
 from mpkit.model.randomness import generator_states, random_state, set_generator_states, set_random_state
 
-WATCH_EVERY = 0.25  # seconds
+Run = Callable[..., Any]
+Task = tuple[Row, dict[str, Any]]  # and the arguments as they are passed
+DEATHS = 3  # how often a cell may take its worker with it, alone, before it counts as failed
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is to be run: `row` describes it, the rest is what a process needs to do it."""
+def ended(run: Run, pending: dict[Path, Task], jobs: int) -> Iterator[Row]:
+    """The finished rows of what is pending, by file: row and arguments; as they end; survives the death of workers.
 
-    run: Callable[..., Any]
-    arguments: dict[str, Any]
-    row: Row
-    folder: Path
+    When a worker dies, one of those that were running did it. The next ones then run alone, to find it.
+    """
+    if jobs == 1:
+        yield from (work(run, *task) for task in pending.values())
+        return
+    deaths, alone = Counter[Path](), 0
+    while pending:
+        first = next(iter(pending))
+        tasks = [pending[first]] if alone else list(pending.values())
+        watched: dict[str, Any] = {"initializer": watch_parent, "initargs": (os.getpid(),)}
+        parallel = joblib.Parallel(jobs, "loky", return_as="generator_unordered", batch_size=1, **watched)
+        try:
+            with contextlib.closing(parallel(joblib.delayed(work)(run, *task) for task in tasks)) as rows:
+                for row in rows:
+                    del pending[row.path]
+                    yield row
+            alone = max(alone - 1, 0)
+        except BrokenExecutor:
+            deaths[first] += bool(alone)
+            alone = alone or 2 * jobs
+            if deaths[first] == DEATHS:
+                why = f"its process was killed {DEATHS} times, by the system for want of memory or by the run itself\n"
+                replace(tasks[0][0], error=why).write({})
 
 
-def work(task: Task) -> str:
-    """Run a cell and store it, at once: whoever asked for it may be killed before it hears of this. The file's name."""
-    row, arrays = task.row, dict[str, np.ndarray]()
-    with _as_if_alone(task.run, row.seed):
+def work(run: Run, row: Row, arguments: dict[str, Any]) -> Row:
+    """Run a cell and store it, at once: whoever asked for it may be killed before it hears of this.
+
+    One that is there is read: its worker was killed before it was heard of, or another process made it.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return Row.read(row.path)
+    series = dict[str, np.ndarray]()
+    with _as_if_alone(run, row.seed):
         start = time.perf_counter()
         try:
-            run, arguments = _copied(task)
-            numbers, arrays = sorted_out(run(seed=row.seed, **arguments))
+            own_run, own = _copied(run, arguments)
+            numbers, series = sorted_out(own_run(seed=row.seed, **own))
             row = replace(row, numbers=numbers)
         except (Exception, SystemExit):  # a script that gives up with sys.exit ends itself alone
             row = replace(row, error=traceback.format_exc())
-    store(task.folder, replace(row, seconds=time.perf_counter() - start), arrays)
-    return row.stem
+    return replace(row, seconds=time.perf_counter() - start).write(series)
 
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -64,7 +91,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 @contextlib.contextmanager
-def _as_if_alone(run: Callable[..., Any], seed: int) -> Iterator[None]:
+def _as_if_alone(run: Run, seed: int) -> Iterator[None]:
     """One thread, and random states that follow from the seed alone; afterwards those of before, and torch's defaults
     too. The generators that the run names begin each run as they were given."""
     drawn, settings = random_state(), [take() for take, _ in _SETTINGS]
@@ -85,15 +112,15 @@ def _as_if_alone(run: Callable[..., Any], seed: int) -> Iterator[None]:
         set_generator_states(held)
 
 
-def _copied(task: Task) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _copied(run: Run, arguments: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     """The run and its arguments, which it may change without the next run seeing it; data that they are given are
     shared. Themselves where they cannot be copied."""
-    given = [task.arguments, getattr(task.run, "args", ()), getattr(task.run, "keywords", {})]  # of a partial
+    given = [arguments, getattr(run, "args", ()), getattr(run, "keywords", {})]  # of a partial
     data = {id(v): v for v in tree_leaves(given) if isinstance(v, torch.Tensor | np.ndarray | Dataset)}
     try:
-        return copy.deepcopy((task.run, task.arguments), data)
+        return copy.deepcopy((run, arguments), data)
     except Exception:
-        return task.run, task.arguments
+        return run, arguments
 
 
 def watch_parent(parent: int) -> None:
@@ -101,7 +128,7 @@ def watch_parent(parent: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(WATCH_EVERY)
+            time.sleep(0.25)
         os._exit(1)  # nothing to clean up: a cell's file is whole or not there
 
     threading.Thread(target=watch, name="mpkit-watch-parent", daemon=True).start()

@@ -81,9 +81,7 @@ def test_a_fault_in_the_readers_own_module_is_told(text, said, tmp_path, monkeyp
         found(f"{name}:f")
 
 
-@pytest.mark.parametrize(
-    "name", ["json", "json:nothing", "..json:loads", ":f", "nothing_there:f", "json.nothing_there:f"]
-)
+@pytest.mark.parametrize("name", ["json:nothing", "..json:loads", ":f", "nothing_there:f", "json.nothing_there:f"])
 def test_a_name_that_names_nothing_is_refused(name):
     with pytest.raises(ValueError, match="cannot be imported"):
         found(name)

@@ -62,9 +62,6 @@ def test_edges_no_seed_one_seed_and_equal_runs():
     empty, one, none, same = paired([]), paired([2.0]), paired([0.0] * 3), paired([0.1] * 3)
     assert (empty.n, one.n, one.mean, one.more, none.p, same.p, same.low) == (0, 1, 2.0, None, 1, 0, pytest.approx(0.1))
     assert math.isnan(empty.mean + one.low)
-    for wrong in (lambda: student_cdf(1.0, 0), lambda: student_quantile(1.0, 3)):
-        with pytest.raises(ValueError, match="need"):
-            wrong()
 
 
 def test_names_that_tell_which_way_is_better():
