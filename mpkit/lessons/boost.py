@@ -126,7 +126,7 @@ def levels(see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False
     rows = sorted({compare, trained} - {""}, key=COMPARED.index)
     steps, frozen = np.array([first_steps(name) for name in rows]), _frozen(this)
     gone = stages()[1] if "less_bn" in this.active else []
-    see.grid(590, 980, rows=(410, 180), cols=(1.25, 1))
+    see.grid(456, 980, rows=(296, 160), cols=(1.25, 1))
     _field(see, 1 / step, compare)
     _stages(see, frozen, _frozen(preset(compare)), np.flatnonzero(gone), compare)
     _steps(see, rows, steps)
@@ -174,7 +174,7 @@ def _field(see: Sheet, own: float, compare: str) -> None:
     panel = see.panel(title="dots: seeds; lines: ± one standard deviation", x=x, y=y)
     for name, promise in PROMISED.items():
         panel.rule("x", promise, "muted", dash="--")
-        panel.text(f"{name} promised {promise:.2f}", promise, low, color="muted", rotate=90, dx=9, dy=-64, halo=True)
+        panel.text(f"{name} promised", promise, low, color="muted", rotate=90, dx=9, dy=-42, halo=True)
     for k, (name, (speed, mean)) in enumerate(at.items()):
         color, spread = "zero" if name == compare else "reference", float(np.std(runs[name], ddof=1))
         panel.points(runs[name], [speed] * len(runs[name]), "muted", size=2.5, label="one seed", quiet=True)

@@ -143,7 +143,7 @@ def descent(see: Sheet, k=8, rho=0.55, alpha=0.001, step=10) -> None:
     beyond the picture.
     """
     path, earlier = reduced_path(k, rho, alpha), reduced_path(0)
-    see.grid(460, 980, rows=(1, 1), cols=(1.5, 1))
+    see.grid(450, 980, rows=(1, 1), cols=(1.5, 1))
     see.play("step", "step", STEPS, every=150)
     beyond = _plane(see, path, rho, on_plane(earlier.weights))
     loss = see.panel(0, 1, title="loss", x=linear("", 0, STEPS, 4), y=linear("loss, nats", 0, 2.6, 3))

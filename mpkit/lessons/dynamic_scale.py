@@ -144,7 +144,7 @@ def dynamics(
     real = np.log2([*ceiling[(ceiling > 0) & np.isfinite(ceiling)], *scale])
     low, high = math.floor(real.min()) - 3, math.ceil(real.max())
     high += max(3, math.ceil((high - low) / 7))  # the totals stand above the ceiling
-    see.grid(440, rows=(3.3, 1), cols=(2.7, 1))
+    see.grid(400, rows=(3, 1), cols=(2.7, 1))
     see.play("step", "step", count, every=100)
     used, top = exponents(scale, low, high), exponents(ceiling, low, high)
     ring = since_change(scale, finite, window, [*puts]) / min(window, count)

@@ -109,7 +109,7 @@ def own_experiment(
     see.buttons = ({"Run": running} if left else {}) | ({"Show recorded runs": {"results": None}} if results else {})
     values = {name: accuracies(shown, name) if name in cells else {} for name in CELLS}
     ends = {name: shown.interval(name, "accuracy") if runs else (math.nan,) * 3 for name, runs in values.items()}
-    see.grid(420)
+    see.grid(398)
     title = f"your runs: {made}" if results else f"recorded: perceptron, {counted(recorded_seeds, 'seed')}"
     told, every = [f"{'☑' if name in cells else '☐'} {name}" for name in CELLS], np.arange(len(CELLS))
     x = axis("accuracy on the test digits, percent", [v for n in CELLS for v in (*values[n].values(), *ends[n])])

@@ -120,7 +120,7 @@ def bits(see: Sheet, fmt="fp16", number="0.1", pinned="bf16") -> None:
     shown = value if math.isfinite(value) else math.copysign(form.max, value)  # beyond the end its last number
     gap = math.nan if kind == "nan" else form.ulp(shown)
     wide = max(18, form.bits + 2)
-    see.grid(490, rows=(1.1, 1.1, 1.5), least=28 * wide + 20)  # a finger hits boxes of 24 pixels
+    see.grid(480, rows=(1.1, 1.1, 1.5), least=28 * wide + 20)  # a finger hits boxes of 24 pixels
     see.rows = everywhere(near)
     _bit_row(see, form, pattern, wide)
     _whole_format(see, form, shown, kind == "nan")

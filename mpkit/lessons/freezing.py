@@ -117,7 +117,7 @@ def less_bn(see: Sheet, network="ResNet-18") -> None:
     every = layers(network)
     removed, norms = (sum(kind in kinds for kind in every.values()) for kinds in ((REMOVED,), (KEPT, REMOVED)))
     blocks = {block: [*members] for block, members in groupby(every, key=lambda name: ".".join(name.split(".")[:2]))}
-    see.grid(110 + 26 * len(blocks), 620)
+    see.grid(min(110 + 26 * len(blocks), 470), 620)
     x = names(range(1, 1 + max(map(len, blocks.values()))), "layer of the block", bare=False)
     told = f"{removed} of {norms} BatchNorms removed"
     panel = see.panel(title=told, x=x, y=names([*blocks], down=True, bare=False))

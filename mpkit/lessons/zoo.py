@@ -101,7 +101,7 @@ def _every_rule(see: Sheet, beside: str, scales: Any, bad: Any, ceiling: Any, do
         alike.setdefault((scales[:, i].tobytes(), int(raised[i])), []).append(i)
     columns, first, second = 6, ZOO.index("torch"), ZOO.index(beside)
     rows = -(-len(alike) // columns)
-    see.grid(300 + 96 * rows, 1000, rows=(3.2, *[1] * rows), cols=(1,) * columns)
+    see.grid(430, 1000, rows=(3.2, *[1] * rows), cols=(1,) * columns)
     see.play("step", "step", STEPS, every=60)
     low, high = fitted(scales, ceiling)  # a line cut off would look like a floor or a cap
     top, overflows = exponents(ceiling, low, high), bool(np.isfinite(ceiling).any())

@@ -9,6 +9,9 @@ from scenes import page, views
 from mpkit.view.page import Page
 
 pytestmark = pytest.mark.browser
+ROOM = 600  # pixels between the bars of JupyterLab
+HEIGHTS = """() => [...document.querySelectorAll("section")].map((view) => [view.title,
+  view.querySelector(".mpk-status").getBoundingClientRect().bottom - view.getBoundingClientRect().top])"""
 FAULTS = Path(__file__).with_name("faults.js").read_text("utf-8")
 
 
@@ -37,4 +40,13 @@ def test_words_lie_apart_and_every_ring_can_be_grabbed(every, chromium, width):
     tab.goto(every)
     tab.wait_for_function("window.done", timeout=300_000)
     assert (tab.evaluate(FAULTS), problems) == ([], [])
+    browser.close()
+
+
+def test_a_view_fits_a_screen_of_720_pixels_with_its_buttons_and_its_sentence(every, chromium):
+    browser = chromium.launch(executable_path=CHROMIUM, args=QUIET)
+    tab = browser.new_page(viewport={"width": 1130, "height": ROOM})  # what JupyterLab leaves of 1280 x 720
+    tab.goto(every)
+    tab.wait_for_function("window.done", timeout=300_000)
+    assert {name: high for name, high in tab.evaluate(HEIGHTS) if high > ROOM} == {}
     browser.close()
