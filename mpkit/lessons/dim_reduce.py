@@ -190,7 +190,7 @@ def _plane(see: Sheet, path: Path, rho: float, earlier: np.ndarray) -> np.ndarra
     for i in (0, 1):
         look = {"glyph": "x", "size": 5, "show": "at", "label": "refused trial"}
         plane.points(edge[:, i, 1], edge[:, i, 0], "overflow", **look)
-        words = ["beyond the picture" if there else "" for there in beyond[:, i]]
+        words = np.where(beyond[:, i] & ~beyond[:, :i].any(1), "beyond the picture", "").tolist()  # once for both
         x, y = np.nan_to_num(edge[:, i]).T
         plane.text(words, x, y, show="at", beside=8, dy=-8, color="overflow", halo=True)
         look = {"glyph": "D", "size": 5, "show": "at", "label": "accepted trial"}

@@ -138,7 +138,7 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
     bars += [s for s in every if s.backward and s.name.endswith("weight")]
     born = next((i for i, stop in enumerate(stops) if stop.bad), None)
 
-    see.grid(454, 960, rows=(216, 238), least=680)
+    see.grid(436, 960, rows=(204, 232), least=680)
     see.play("step", "step", len(stops), every=700, first=1)
     _way(see, f"training {training}, {dtype}: {report.verdict.replace('_', ' ')}", stops, born)
     _bars(see, bars, FORMATS[dtype], report, scale)
