@@ -9,49 +9,42 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-AT_MOST = 40
-"""Values around the present one."""
-PATIENCE = 0.05
-"""Seconds of work for one message; the page then wishes for the next, and a question in between is not kept waiting."""
+from mpkit.arguments import is_number
+from mpkit.view.controls import Range
+
+if TYPE_CHECKING:
+    from mpkit.view.views import View
 
 
-def positions(spec: dict[str, Any], controls: Sequence[dict[str, Any]], name: str) -> tuple[Any, list[Any]]:
-    """(the mark that moves it or None, all places it can go to, ascending); a control without a mark has its grid."""
-    costly = {c["name"] for c in controls if c.get("costly")}
-    for mark in (m for panel in spec["panels"] for m in panel["marks"]):
-        if mark.get("name") == name and mark["type"] == "handle" and mark["axis"] != "xy" and name not in costly:
-            count = round((mark["hi"] - mark["lo"]) / mark["step"])
-            return mark, [nine(min(mark["lo"] + i * mark["step"], mark["hi"])) for i in range(count + 1)]
-        if mark.get("name") == name and mark["type"] == "boxes":
-            return mark, list(range(len(mark["sets"])))
-    grid: list[float] = next(
-        (c["grid"] for c in controls if c["name"] == name and "grid" in c and name not in costly), []
-    )
-    return None, [nine(v) for v in grid]
+def moves(view: View, name: str) -> dict[float, dict[str, Any]]:
+    """What a slider, a handle or boxes of that name can do: place -> the parameters that it sets; the nearest first.
 
-
-def change(mark: Any, name: str, place: float, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the page asks for when something is moved to a place: parameters to set, strokes to add."""
-    if mark and mark.get("sets"):
-        first, step = mark.get("lo", 0), mark.get("step", 1)
-        return mark["sets"][round((place - first) / step)], {}
-    if mark and mark.get("gesture"):
-        return {}, {name: {index: place}}
-    return {name: 2.0**place if mark and mark.get("log2") else place}, {}
+    A place has nine digits, as the page names it. Nothing for what is costly, and for what has two numbers.
+    """
+    control, now = view.maker.controls.get(name), view.params.get(name)
+    marks = (m for panel in view.sheet.panels for m in panel.marks if m.get("name") == name)
+    mark = next((m for m in marks if m["type"] in ("handle", "boxes")), {})
+    if getattr(control, "costly", False) or mark.get("axis") == "xy":
+        return {}
+    if mark.get("type") == "boxes":
+        return dict(enumerate(mark["sets"]))
+    if mark:
+        now, low, high, step = (mark[key] for key in ("at", "lo", "hi", "step"))
+        places = [nine(min(low + i * step, high)) for i in range(round((high - low) / step) + 1)]
+    else:
+        places = [nine(v) for v in control.grid(view.maker.defaults[name])] if isinstance(control, Range) else []
+    near = sorted(places, key=lambda place: abs(place - now)) if is_number(now) else places
+    does = dict(zip(places, mark.get("sets", [{name: 2.0**p if mark.get("log2") else p} for p in places])))
+    return {p: {name: {view.index: p}} if mark.get("gesture") else does[p] for p in near}
 
 
 def nine(value: float) -> float:
-    """Nine digits: as the page names a place."""
+    """Nine digits."""
     return float(f"{value:.9g}")
-
-
-def nearest(places: Sequence[float], now: Any) -> list[float]:
-    """Those to compute, the nearest first."""
-    return sorted(places, key=lambda place: abs(place - now) if isinstance(now, int | float) else place)[:AT_MOST]
 
 
 def packed(value: object) -> bytes:
@@ -61,18 +54,14 @@ def packed(value: object) -> bytes:
     """
     store, where = bytearray(), dict[bytes, int]()
 
-    def told(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            data = value.astype(value.dtype.newbyteorder("<")).tobytes()
-            if data not in where:
-                where[data] = len(store)
-                store.extend(data)
-            return {"u1" if value.dtype == np.uint8 else "f4": [where[data], len(data)]}
-        if isinstance(value, dict):
-            return {k: told(v) for k, v in value.items()}
-        return [told(v) for v in value] if isinstance(value, list | tuple) else value
+    def told(array: np.ndarray) -> dict[str, list[int]]:
+        data = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        if data not in where:
+            where[data] = len(store)
+            store.extend(data)
+        return {"u1" if array.dtype == np.uint8 else "f4": [where[data], len(data)]}
 
-    text = json.dumps(told(value), separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps(value, default=told, separators=(",", ":"), allow_nan=False).encode()
     return zlib.compress(len(text).to_bytes(4, "little") + text + store)
 
 
@@ -85,11 +74,8 @@ def differences(trees: Sequence[Any], path: Sequence[Any] = ()) -> Iterator[list
     elif kinds == {list} and all(len(tree) == len(first) for tree in trees):
         for i in range(len(first)):
             yield from differences([tree[i] for tree in trees], [*path, i])
-    elif not all(_same(tree, first) for tree in trees):
+    elif kinds == {np.ndarray}:
+        if len({tree.tobytes() for tree in trees}) > 1:
+            yield [list(path), trees[1:]]
+    elif kinds & {dict, list, np.ndarray} or len(kinds) > 1 or any(tree != first for tree in trees):
         yield [list(path), trees[1:]]
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray | dict | list):
-        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.tobytes() == b.tobytes()
-    return type(a) is type(b) and a == b

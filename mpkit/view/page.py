@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import zlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +13,14 @@ from ipywidgets import VBox, Widget
 from traitlets import Bytes, Dict, Int, List, Unicode
 
 from mpkit.view import ahead
-from mpkit.view.controls import Choice, Range, Stroke
+from mpkit.view.controls import Stroke
 from mpkit.view.sheet import ROLES
 from mpkit.view.still import static_bundle
 
+AT_MOST = 40
+"""Pictures of other values at once, around the present one."""
+PATIENCE = 0.05
+"""Seconds of work for one message; the page then wishes for the next, and a question in between is not kept waiting."""
 HERE = Path(__file__).parent
 DARK_JUPYTER = 'body[data-jp-theme-light="false"]'
 DARK_ELSEWHERE = (
@@ -90,13 +95,12 @@ class Page(AnyWidget):
 
     def __init__(self, view: Any) -> None:
         self.view, self._seen, self._table = view, -1, False
-        play = view.sheet.step or {}
-        rows = [
-            {"name": n, "label": c.label or n.replace("_", " "), **c.row(view.maker.defaults[n])}
-            for n, c, _ in view.controlled()
-            if n != play.get("name")
+        play, controls = view.sheet.step or {"name": None}, view.maker.controls
+        rows = {n: c.row(view.maker.defaults[n]) for n, c in controls.items() if n != play["name"]}
+        lines = [
+            {"name": n, "label": controls[n].label or n.replace("_", " "), **row} for n, row in rows.items() if row
         ]
-        super().__init__(controls=[r for r in rows if r["kind"] != "hidden"], tries=[t["say"] for t in view.tries])
+        super().__init__(controls=lines, tries=[told["say"] for told in view.tries])
         self.on_msg(self._heard)
         self.observe(lambda change: self._send_ahead(change["new"]), "wish")
         self.redraw()
@@ -116,55 +120,42 @@ class Page(AnyWidget):
                 self.spec = ahead.packed(view.sheet.spec())
                 self._seen = view.drawings  # now, not before: an interrupt between the two would leave the picture old
             self.index, self.message = view.index, view.message
-            told = {n: str(v) if isinstance(c, Choice) else v for n, c, v in view.controlled()}
+            named = {row["name"]: view.params[row["name"]] for row in self.controls}
             self.state = {
-                "values": told,
+                "values": {n: v if isinstance(v, bool | int | float) else str(v) for n, v in named.items()},
                 "idle": sorted(view.sheet.idle),
                 "buttons": [*view.sheet.buttons, *(["Stop"] if view.busy else []), "Reset"],
                 "busy": view.busy,
                 "progress": view.progress,
-                "tokens": {name: self._token(name) for name in ("", *self._moved())},
+                "params": self._params(),
             }
             self.rows = view.table() if self._table else []
 
-    def _moved(self) -> dict[str, set[str]]:
-        """What can be sent ahead -> the parameters that it moves."""
-        table = self.view.maker.controls
-        found = {n: {n} for n, c in table.items() if isinstance(c, Stroke) or (isinstance(c, Range) and not c.costly)}
-        for mark in (m for panel in self.view.sheet.panels for m in panel.marks):
-            if mark.get("sets"):
-                found[mark["name"]] = set().union(*mark["sets"])
-        return found
-
-    def _token(self, name: str = "") -> str:
-        """A name for all that the picture depends on, or for all but what `name` moves."""
-        view, play = self.view, self.view.sheet.step
-        hidden = {play["name"] if play else ""} | (self._moved()[name] if name else set())
-        return f"{hash(repr([(n, v) for n, v in view.params.items() if n not in hidden])) & 0xFFFFFFFF:x}"
+    def _params(self) -> dict[str, int]:
+        """A short name for the value of each parameter but the step: a picture holds while they are the same."""
+        play = (self.view.sheet.step or {}).get("name")
+        return {n: zlib.crc32(repr(v).encode()) for n, v in self.view.params.items() if n != play}
 
     def _send_ahead(self, wish: dict[str, Any]) -> None:
-        """Send pictures of other values of a parameter, or of what a gesture can ask for now; not those it `have`s.
+        """Send pictures of the other places of a control, a handle or boxes, the nearest first; not those it `have`s.
 
-        They hold while the page's state has the same `token`, and at step `index` if that matters.
+        They hold while all parameters but those that it `moves` are the same; what a gesture does, at this step alone.
         """
-        view, name, have = self.view, wish["name"], wish.get("have", [])
+        view, name = self.view, wish["name"]
         with view.lock:
-            if name not in self._moved():
-                return
-            shown = view.sheet.spec()
-            mark, places = ahead.positions(shown, self.controls, name)
-            told: dict[str, Any] = {"name": name, "token": self._token(name), "full": self._token()}
-            index, now = self.index, (mark or {}).get("at", view.params.get(name))
-        if mark and mark.get("gesture"):
-            told["index"] = index
-        left = [] if view.busy else [place for place in ahead.nearest(places, now) if place not in have]
-        trees, end = dict[float, Any](), time.monotonic() + ahead.PATIENCE
-        while left and time.monotonic() < end:
-            place = left.pop(0)
+            base, shown, params = view.params, view.sheet.spec(), self._params()
+            does = {} if view.busy else ahead.moves(view, name)
+            told: dict[str, Any] = {"name": name, "params": params, "moves": [*set().union(*does.values())]}
+            told |= {"index": view.index} if isinstance(view.maker.controls.get(name), Stroke) else {}
+        trees, end = dict[float, Any](), time.monotonic() + PATIENCE
+        for place in [place for place in [*does][:AT_MOST] if place not in wish["have"]]:
             with contextlib.suppress(ValueError):  # the kernel says why when the reader asks for it
-                trees[place] = view.drawn(view.asked(*ahead.change(mark, name, place, index))).spec()
-        data = ahead.packed([*ahead.differences([shown, *trees.values()])])
-        self.ahead = {**told, "values": [*trees], "whole": not left, "data": data}
+                trees[place] = view.drawn(view.asked(does[place], base)).spec()
+            if time.monotonic() > end:
+                break
+        if trees:
+            data = ahead.packed([*ahead.differences([shown, *trees.values()])])
+            self.ahead = {**told, "values": [*trees], "data": data}
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
         """What the page has saved, but for its step: that comes with each question, and a saved one may be older."""
@@ -180,17 +171,12 @@ class Page(AnyWidget):
             self.send({"done": question["n"]})
 
     def ask(self, what: dict[str, Any]) -> None:
-        """What the reader did: `set` and `add` parameters, `press` a button, `try` something, open the `table`."""
-        view = self.view
+        """What the reader did: `set` parameters, `press` a button or what is to be tried, open the `table`."""
         with contextlib.suppress(ValueError):  # the view kept its parameters and says why in its message
             if "set" in what:
-                view.set(**what["set"])
-            if "add" in what:
-                view.add(**what["add"])
+                self.view.set(**what["set"])
             if "press" in what:
-                view.press(what["press"])
-            if "try" in what:
-                view.attempt(what["try"])
+                self.view.press(what["press"])
             if "table" in what:
                 self._table = bool(what["table"])
                 self.redraw()

@@ -346,16 +346,16 @@ function render({ model, el }) {
 	}
 
 	// ---- pictures of other values: wished for near a handle, so a drag asks nothing; not if closed
-	const ready = (name) => { const { tokens } = get("state"); return (sent.get(name) ?? []).filter((b) => b.token === tokens?.[name] && (b.index ?? index) === index); };
+	const ready = (name) => (sent.get(name) ?? []).filter((b) => (b.index ?? index) === index && Object.keys(b.params).every((n) => b.moves.includes(n) || b.params[n] === get("state").params[n]));
 	function want(name) {
-		const { tokens, busy } = get("state"), have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
-		if (gone || !root.isConnected || !tokens?.[name] || busy || key === wished || (last?.whole && last.full === tokens?.[""])) return;
-		model.set("wish", { name, have: have.flatMap((b) => b.values), n: (wished = key) });
+		const { params, busy } = get("state"), have = ready((near = name)).flatMap((b) => b.values), key = [name, JSON.stringify(params), index, have.length].join();
+		if (gone || !root.isConnected || busy || key === wished || name === spec.index?.name) return;
+		model.set("wish", { name, have, n: (wished = key) });
 		heard(() => model.save_changes());
 	}
 	async function arrived() {
 		const given = get("ahead");
-		if (given.full !== get("state").tokens[""]) return; // of one that has gone
+		if (JSON.stringify(given.params) !== JSON.stringify(get("state").params)) return; // of one that has gone
 		sent.set(given.name, [...ready(given.name), { ...given, base: scene, columns: await unpacked(given.data) }]);
 		if (given.name === near) want(near);
 	}
@@ -533,7 +533,7 @@ function render({ model, el }) {
 		if (name === spec.index?.name) return go(to - spec.index.first);
 		pause();
 		h.sent = true; // stays where it is put until drawn there
-		const { m } = h, what = m.sets ? { set: m.sets[round((to - m.lo) / m.step)] } : m.turns ? { set: polar(m, to) } : m.gesture ? { add: { [name]: { [index]: to } } } : { set: { [name]: m.log2 ? 2 ** to : to } };
+		const { m } = h, what = m.sets ? { set: m.sets[round((to - m.lo) / m.step)] } : m.turns ? { set: polar(m, to) } : m.gesture ? { set: { [name]: { [index]: to } } } : { set: { [name]: m.log2 ? 2 ** to : to } };
 		choose(name, to, what, m.gesture ? name + index : name);
 	}
 	function polar(m, [x, y]) { // a tip as its length and its angle in degrees, from 0 to 180
@@ -555,7 +555,7 @@ function render({ model, el }) {
 		drag.last = to;
 		for (const q of panels.flatMap((other) => other.marks)) if (q !== m && q.type === "pen" && q.name === m.name) for (const [k, u] of Object.entries(stroke)) q.y[k] = u; // drawn anew meanwhile
 		for (const step of moving) step(index, pos);
-		ask({ add: { [m.name]: stroke } }, stroke);
+		ask({ set: { [m.name]: stroke } }, stroke);
 	}
 	const pulled = ({ m, p }, x, y) => ((m.axis === "x" ? p.backX(x) - p.off : p.backY(y)) - at(m.base ?? 0, index)) / (m.slope ?? 1);
 	on(over, "pointerdown", (e) => {
@@ -619,7 +619,7 @@ function render({ model, el }) {
 			if (box) on(box, "change", () => (box.value ? ask({ set: { [c.name]: +box.value } }, c.name) : (box.value = get("state").values[c.name])));
 		}
 		if (get("tries").length) html(tries, "span", {}, "Try:");
-		for (const [k, text] of get("tries").entries()) press(tries, raised(text), () => ask({ try: k }, NaN));
+		for (const text of get("tries")) press(tries, raised(text), () => ask({ press: text }, NaN));
 		showState();
 	}
 	function showState() {

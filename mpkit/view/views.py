@@ -17,10 +17,11 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from mpkit.arguments import check_choice
-from mpkit.view.controls import Control, Inner, Stroke, control
+from mpkit.view.controls import Control, control
 from mpkit.view.sheet import Sheet
 from mpkit.view.words import words
 
@@ -66,51 +67,52 @@ class View:
         self._worker: threading.Thread | None = None
         self._stop = threading.Event()
         self.sheet = Sheet()
-        self._show(self.asked(given))
-        self.opened = dict(self.params)
+        self._show(self.asked(given, self.params))
+        self.opened = self.params
 
     # ---- what the reader does
     def set(self, **changed: Any) -> None:
-        """Change parameters, all or none. Raises ValueError where one is refused, and says why in `message`."""
-        self._change(changed, {})
+        """Change parameters, all or none; what is drawn by hand is added to, {} clears it.
 
-    def add(self, **strokes: Any) -> None:
-        """Add to what was drawn by hand: parameter -> {step: height}."""
-        self._change({}, strokes)
-
-    def reset(self) -> None:
-        """All parameters as they were when the view was opened."""
-        with self.lock:
-            self._show(self.opened)
-
-    def attempt(self, number: int) -> None:
-        """One of the things that the lesson's words ask to try: the opening parameters, some of them changed."""
-        if not 0 <= number < len(self.tries):
-            raise ValueError(f"there are {len(self.tries)} things to try, got number {number}")
-        self._change(self.opened | self.tries[number]["set"], {})
+        Raises ValueError where one is refused, and says why in `message`.
+        """
+        with self._answering():
+            self._show(self.asked(changed, self.params))
 
     def press(self, label: str) -> None:
-        """Press the button of that label. Raises ValueError if there is none, or if what it does is refused."""
-        if label in ("Reset", "Stop"):
-            return self.reset() if label == "Reset" else self.stop()
+        """Press the button of that label. Raises ValueError if there is none, or if what it does is refused.
+
+        Reset gives the opening parameters, one of the `tries` these with some of them changed.
+        """
+        opening = {"Reset": {}} | {told["say"]: told["set"] for told in self.tries}
+        if label == "Stop":
+            return self.stop()
+        if label in opening:
+            with self._answering():
+                return self._show(self.asked(opening[label], self.opened))
         does = self.sheet.buttons[check_choice("a button", label, [*self.sheet.buttons, "Reset", "Stop"])]
-        if callable(does):
-            self.start(does)
-        else:
-            self.set(**does)
+        return self.start(does) if callable(does) else self.set(**does)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """One thing after the other; whatever comes of it is told, and why it was refused."""
+        with self.lock:
+            try:
+                yield
+            except ValueError as error:
+                self.message = str(error)
+                raise
+            finally:
+                for listener in list(self.listeners):
+                    listener()
 
     # ---- parameters to picture
-    def asked(self, changed: Mapping[str, Any], strokes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The parameters, some of them changed. Raises ValueError where one is refused."""
-        controls, strokes = self.maker.controls, strokes or {}
-        if unknown := {*changed, *strokes} - set(controls):
+    def asked(self, changed: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters of `base`, some of them changed. Raises ValueError where one is refused."""
+        controls = self.maker.controls
+        if unknown := set(changed) - set(controls):
             raise ValueError(f"there is no control {min(unknown)!r}; controls are {', '.join(controls)}")
-        new = {n: controls[n].check(n, v, self.maker.defaults[n]) for n, v in changed.items()}
-        for name, more in strokes.items():
-            if not isinstance(controls[name], Stroke):
-                raise ValueError(f"nothing can be drawn into {name}")
-            new[name] = self.params[name] | controls[name].check(name, more, {})
-        return self.params | new
+        return {**base, **{n: controls[n].check(n, v, base[n]) for n, v in changed.items()}}
 
     def drawn(self, params: Mapping[str, Any]) -> Sheet:
         """The sheet of some parameters."""
@@ -118,27 +120,13 @@ class View:
         self.maker.draw(sheet, **params)
         return sheet
 
-    def _change(self, changed: Mapping[str, Any], strokes: Mapping[str, Any]) -> None:
-        with self.lock:
-            try:
-                self._show(self.asked(changed, strokes))
-            except ValueError as error:
-                self.message = str(error)
-                self._tell()
-                raise
-
     def _show(self, params: dict[str, Any]) -> None:
         """Draw first, then assign all: what is refused or interrupted on the way leaves everything as it was."""
         step = self.sheet.step and self.sheet.step["name"]
         moved = {n for n, v in params.items() if v is not self.params[n] and v != self.params[n]}
         if self.drawings == 0 or not moved or moved - {step}:
             self.sheet, self.drawings = self.drawn(params), self.drawings + 1
-        self.params, self.message = dict(params), ""
-        self._tell()
-
-    def _tell(self) -> None:
-        for listener in list(self.listeners):
-            listener()
+        self.params, self.message = params, ""
 
     # ---- what is seen
     @property
@@ -162,11 +150,6 @@ class View:
         """The sentence under the picture."""
         return self.sheet.sentence(self.index)
 
-    def controlled(self) -> list[tuple[str, Any, Any]]:
-        """(name, control, value) of all that has a control of its own."""
-        table = self.maker.controls.items()
-        return [(n, c, self.params[n]) for n, c in table if not isinstance(c, Inner | Stroke)]
-
     def table(self) -> list[dict[str, Any]]:
         """The data on screen, one dict per row."""
         return self.sheet.rows if self.sheet.rows is not None else self.sheet.table(self.index)
@@ -188,16 +171,13 @@ class View:
     # ---- work in the background
     def start(self, work: Work) -> None:
         """Run work in the background. Raises ValueError if some is going on."""
-        with self.lock:
+        with self._answering():
             if self.busy:
-                self.message = AT_WORK
-                self._tell()
                 raise ValueError(AT_WORK)
-            stop = self._stop = threading.Event()
+            self._stop.clear()
             self.message, self.progress, self.busy = "", 0.0, True
-            self._worker = threading.Thread(target=self._run, args=(work, stop), daemon=True)
+            self._worker = threading.Thread(target=self._run, args=(work,), daemon=True)
             self._worker.start()
-            self._tell()
 
     def stop(self) -> None:
         """End the background work after its current step."""
@@ -210,29 +190,23 @@ class View:
             if self._worker.is_alive():
                 raise TimeoutError(f"the background work has not ended within {timeout} s")
 
-    def _run(self, work: Work, stop: threading.Event) -> None:
+    def _run(self, work: Work) -> None:
         last, said, fresh = 0.0, "", dict[str, Any]()
-
-        def now() -> dict[str, Any]:
-            return self.params | fresh
-
-        def take() -> None:
-            with self.lock:
-                self.progress = fresh.pop("progress", self.progress)
-                changes = {n: fresh.pop(n) for n in list(fresh)}
-                self._show(self.asked(changes))
-
         try:
-            for changes in work(now):
-                fresh |= changes
-                if time.monotonic() - last >= EVERY:
-                    take()
-                    last = time.monotonic()
-                if stop.is_set():
+            for changes in work(lambda: self.params | fresh):
+                fresh.update(changes)
+                if self._stop.is_set():
                     break
-            take()
+                if time.monotonic() - last >= EVERY:
+                    self._take(fresh)
+                    last = time.monotonic()
+            self._take(fresh)
         except Exception as error:  # a thread has nobody to raise to: the reader gets the reason
             said = f"{type(error).__name__}: {error}"
-        with self.lock:
+        with self._answering():
             self.busy, self.message = False, said or self.message.replace(AT_WORK, "")
-            self._tell()
+
+    def _take(self, fresh: dict[str, Any]) -> None:
+        self.progress = fresh.pop("progress", self.progress)
+        self.set(**fresh)
+        fresh.clear()

@@ -31,7 +31,7 @@ function standIn({ starts, names, step, line, work, refused, states, node }, sta
 		if (spec.index) traits.index = Math.min(traits.index, spec.index.count - 1); // a run may be shorter than the one before
 		const drawn = drew || pen.size ? ["spec"] : [], beyond = traits.index >= traits.spec?.index?.count; // or longer: its picture comes first then
 		traits.spec = drew || pen.size ? judged(withPen(spec)) : traits.spec;
-		traits.state = { values: { ...params(), ...(line && { typed: line.text ?? "" }) }, idle, buttons: [...Object.keys(buttons), "Reset"], busy: false, progress: 0, tokens: {} };
+		traits.state = { values: { ...params(), ...(line && { typed: line.text ?? "" }) }, idle, buttons: [...Object.keys(buttons), "Reset"], busy: false, progress: 0, params: {} };
 		traits.rows = table ? rows : [];
 		shown = now;
 		for (const name of [...(beyond ? [...drawn, "index"] : ["index", ...drawn]), "state", "message", "rows"]) tell("change:" + name);
@@ -87,6 +87,8 @@ function standIn({ starts, names, step, line, work, refused, states, node }, sta
 	}
 	function press(button) {
 		const { buttons } = node(now), done = work.filter(([, name]) => name === button);
+		const tried = tries.find(([text]) => text === button);
+		if (tried) { now = first; return to(tried[1]); }
 		if (button === "Reset") { [now, shown, traits.index] = [first, -1, index]; pen.clear(); if (line) line.text = ""; return; }
 		if (buttons[button]) {
 			if (line && !pen.size) return say(line.first);
@@ -102,19 +104,15 @@ function standIn({ starts, names, step, line, work, refused, states, node }, sta
 		now = end;
 	}
 	function ask(what) {
-		const kind = Object.keys(what)[0], name = kind + (what.press ?? what.try ?? Object.keys(what.set ?? what.add ?? {}));
+		const kind = Object.keys(what)[0], [n, more] = Object.entries(what.set ?? {})[0] ?? [], drawn = more && typeof more === "object" && !Array.isArray(more), name = kind + (what.press ?? Object.keys(what.set ?? {}));
 		if (kind && name !== last) say(""); // a word stays while the same handle goes on
 		last = kind ? name : last;
 		if ("table" in what) table = what.table;
-		if (what.set) "typed" in what.set && line ? type(what.set.typed) : to(what.set);
-		if (what.add) {
-			const [n, more] = Object.entries(what.add)[0];
-			if (line) for (const [k, v] of Object.entries(more)) pen.set(+k, v);
-			else if (where.has(key(names.map((m) => (m === n ? more : params()[m]))))) to({ [n]: more });
-			else say(`What you draw has to be computed. ${BRINGS}`);
-		}
+		if (n && !drawn) n === "typed" && line ? type(more) : to(what.set);
+		else if (n && line) for (const [k, v] of Object.entries(more)) pen.set(+k, v);
+		else if (n && where.has(key(names.map((m) => (m === n ? more : params()[m]))))) to({ [n]: more });
+		else if (n) say(`What you draw has to be computed. ${BRINGS}`);
 		if ("press" in what) press(what.press);
-		if ("try" in what) { now = first; to(tries[what.try][1]); }
 	}
 	return {
 		get: (name) => traits[name],

@@ -98,19 +98,19 @@ class Table:
 
     def places(self, view: View, name: str, most: int) -> list[dict[str, Any]]:
         """What a control, or else a handle or boxes of that name, can set."""
-        rows = Page(view).controls
-        row = next((r for r in rows if r["name"] == name), {})
+        row = next((r for r in Page(view).controls if r["name"] == name), {})
         if row.get("kind") in ("checkbox", "choice"):
             return (
                 [{name: v} for v in (True, False)]
                 if row["kind"] == "checkbox"
                 else [{name: v} for _, v in row["options"]]
             )
-        mark, values = (None, row["grid"]) if "grid" in row else ahead.positions(view.sheet.spec(), rows, name)
-        now = (mark or {}).get("at", view.params.get(name))
-        some = thin(values, most, now if isinstance(now, int | float) else 0)
-        changes = [ahead.change(mark, name, value, view.index) for value in some]
-        return [sets | {n: view.params[n] | more for n, more in strokes.items()} for sets, strokes in changes]
+        does, now = ahead.moves(view, name), view.params.get(name)
+        if "grid" in row:  # also of what is costly
+            does = {value: {name: value} for value in row["grid"]}
+        elif not isinstance(now, int | float):
+            now = next(iter(does), 0)  # the nearest
+        return [does[value] for value in thin(sorted(does), most, now)]
 
     def moved(self, view: View) -> list[str]:
         """Names of all that can be moved: controls, handles, boxes; but for the step, which the page moves alone."""

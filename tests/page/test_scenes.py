@@ -19,10 +19,10 @@ def shown():
     """(name, page) of every view and of all that its words ask to try."""
     for name, maker in views():
         yield name, Page(maker())
-        for number in range(len(maker().tries)):
+        for attempt in maker().tries:
             view = maker()
-            view.attempt(number)
-            yield f"{name}, try {number}", Page(view)
+            view.press(attempt["say"])
+            yield f"{name}, {attempt['say']}", Page(view)
 
 
 @pytest.fixture(scope="module")

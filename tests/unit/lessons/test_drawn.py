@@ -27,7 +27,7 @@ def test_a_line_is_judged_after_it_was_drawn(name):
     assert "What happened:" not in view.sentence
     truth = view.numbers["truth"]
     steps = maker.controls["drawn"].steps
-    view.add(drawn=dict(enumerate(truth.tolist(), steps - len(truth))))
+    view.set(drawn=dict(enumerate(truth.tolist(), steps - len(truth))))
     assert shown(view).endswith(said["right"])
     assert view.numbers["near"] == len(truth)
     for line, told in said["wrong"]:

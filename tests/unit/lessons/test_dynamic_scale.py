@@ -76,10 +76,10 @@ def test_what_the_lesson_says_of_huge_batches_and_of_a_broken_run():
 
 def test_what_is_drawn_and_put_counts_and_undo_forgets_it():
     view = dynamics(run="mlp_digits", start=14, window=400)
-    view.add(drawn={"200": 3.0, "900": 5.0, "-1": 2.0})
+    view.set(drawn={"200": 3.0, "900": 5.0, "-1": 2.0})
     assert view.params["drawn"] == {200: 3.0}
     assert np.flatnonzero(~view.numbers["finite"]).tolist() == [200]
-    view.add(puts={"300": 10})
+    view.set(puts={"300": 10})
     assert view.numbers["scale"][300] == 2.0**10
     view.press("Undo drawing")
     assert view.params["drawn"] == view.params["puts"] == {}

@@ -37,7 +37,7 @@ def test_every_bit_that_is_pressed_is_flipped():
     view = bits(number="0.1")
     row = next(m for p in view.sheet.panels for m in p.marks if m.get("name") == "bits")
     for place, sets in enumerate(row["sets"]):
-        view.reset()
+        view.press("Reset")
         before = view.numbers["pattern"]
         view.set(**sets)
         assert view.numbers["pattern"] == before ^ 1 << 15 - place

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scenes import views
 
-from mpkit.view.ahead import differences, packed
-from mpkit.view.controls import Choice, Flag, Inner, Range, Stroke, Text
+from mpkit.view.ahead import differences, moves, packed
+from mpkit.view.controls import Choice, Control, Flag, Range, Stroke, Text
 from mpkit.view.page import Page
 from mpkit.view.still import figure
 from mpkit.view.words import topics, words
@@ -59,9 +59,9 @@ def test_every_control_over_its_values(maker):
                 with pytest.raises(ValueError, match=name):
                     view.set(**{name: wrong})
         if isinstance(control, Stroke):
-            view.add(**{name: {str(control.steps // 2): control.low}})
+            view.set(**{name: {str(control.steps // 2): control.low}})
             whole(view)
-        view.reset()
+        view.press("Reset")
     assert whole(view) == opening
 
 
@@ -69,8 +69,8 @@ def test_every_control_over_its_values(maker):
 def test_every_try_is_taken_and_changes_the_picture(maker):
     view = maker()
     before = whole(view)
-    for number, attempt in enumerate(view.tries):
-        view.attempt(number)
+    for attempt in view.tries:
+        view.press(attempt["say"])
         assert whole(view) != before, attempt["say"]
         before = whole(view)  # a try may be the opening of the function where a lesson opens it otherwise
 
@@ -82,7 +82,7 @@ def test_what_can_be_pressed_names_parameters_and_both_renderers_get_the_same_sh
     named = {m["name"] for m in marks if m["type"] in ("handle", "pen") and "sets" not in m}
     assert named.union(*(does for does in view.sheet.buttons.values() if isinstance(does, dict))) <= set(maker.controls)
     for sets in (sets for m in marks for sets in m.get("sets", ())):
-        view.asked(sets)
+        view.asked(sets, view.params)
     page = Page(view)
     page.ask({"table": True})
     assert (page.spec, page.rows) == (packed(view.sheet.spec()), view.table())
@@ -116,17 +116,31 @@ def test_pictures_sent_ahead_are_those_that_a_question_would_bring():
     view = MAKERS["dynamic_scale.dynamics"]()
     page = Page(view)
     page.wish = {"name": "window", "have": [], "n": "1"}
-    assert page.ahead["values"]
-    assert page.ahead["token"] == page.state["tokens"]["window"]
+    assert page.ahead["values"][0] == view.params["window"], "the nearest first"
     assert len(page.ahead["data"]) < 25_000
     view.set(start=20)
-    assert page.ahead["token"] != page.state["tokens"]["window"]
+    assert {n for n, v in page.state["params"].items() if page.ahead["params"][n] != v} == {"start"}
+    assert page.ahead["moves"] == ["window"]
     page.close()
     tree, other = copy.deepcopy(view.sheet.spec()), view.maker(start=20, window=7).sheet.spec()
     for path, (value,) in differences([tree, other]):  # as the page puts them into the scene that it has
         *way, last = path
         reduce(getitem, way, tree)[last] = value
     assert packed(tree) == packed(other)
+
+
+@pytest.mark.parametrize(
+    ("view", "name", "place", "sets"),
+    [
+        ("dynamic_scale.dynamics", "factor", 2.0, {"factor": 4.0}),
+        ("dynamic_scale.dynamics", "puts", 13, {"puts": {399: 13}}),
+        ("formats.bits", "bits", 0, {"number": "-0.0999755859375"}),
+        ("rounding.updates", "update", None, None),
+        ("adasum.pair", "b", 2, None),
+    ],
+)
+def test_what_a_handle_a_hand_or_a_box_can_do(view, name, place, sets):
+    assert moves(MAKERS[view](), name).get(place) == sets
 
 
 def test_a_question_of_the_page_is_answered_whatever_comes_of_it():
@@ -148,4 +162,4 @@ def test_kinds_of_controls_stand_for_their_short_forms():
     kinds = {"run": Choice, "own": Text, "window": Range, "step": Range, "drawn": Stroke}
     assert all(isinstance(controls[name], kind) for name, kind in kinds.items())
     assert isinstance(MAKERS["rounding.modes"].controls["negative"], Flag)
-    assert isinstance(MAKERS["start.live"].controls["kicks"], Inner)
+    assert type(MAKERS["start.live"].controls["kicks"]) is Control
