@@ -217,7 +217,7 @@ class Results:
         return own.low, own.mean, own.high
 
     def plot(self, metric: str = "accuracy", *, against: str = "seconds_per_step") -> Any:
-        """A picture with its sentence: `metric` of every cell with its 95 % interval, and over `against`.
+        """A picture with its sentence: `metric` of every cell with its 95 % interval, and `against` beside it.
 
         Raises:  ValueError for a metric that is not there.
         """

@@ -50,35 +50,18 @@ def beside(labels: Sequence[str]) -> list[int]:
 
 
 def cost(results: Any, metric: str, against: str) -> Still:
-    """Left: `metric` of every cell with its interval. Right: the same means over `against`, by the cells' numbers."""
-    labels = results.labels
-    both = {m: [results.interval(label, m) for label in labels] for m in (metric, against)}
-    runs = [list(results.values(label, metric).values()) for label in labels]
-    shown = [v for one, ends in zip(runs, both[metric]) for v in (*one, *ends)]
-    see = Sheet()
+    """Every cell in a row: its `metric`, and what that costs, each with runs, mean and interval."""
+    see, means, labels = Sheet(), list[list[str]](), results.labels
     see.grid(90 + 34 * max(len(labels), 5), 900, cols=(1.7, 1))
-    told = [f"{i + 1}  {label}" for i, label in enumerate(labels)]
-    x, y = axis(named(metric), shown), names(told, down=True, bare=False)
-    intervals(see.panel(title="every run, mean, 95 % interval", x=x, y=y, pad=beside(told)), runs, both[metric])
-    dear, good = axis(named(against), [v for ends in both[against] for v in ends], 3), axis(named(metric), shown)
-    right = see.panel(0, 1, title="the same means, and their cost", x=dear, y=good)
-    near = [0.04 * (scale["hi"] - scale["lo"]) for scale in (dear, good)]
-    together: dict[tuple[float, ...], list[str]] = {}  # numbers that would cover each other stand side by side
-    for i, (up, across) in enumerate(zip(both[metric], both[against])):
-        if math.isfinite(across[1] + up[1]):
-            right.line([up[0], up[2]], [across[1]] * 2, "zero", width=1.2, quiet=True)
-            right.line([up[1]] * 2, [across[0], across[2]], "zero", width=1.2, quiet=True)
-            right.points([up[1]], [across[1]], "zero", glyph="s", size=3, quiet=True)
-            place = tuple(step * round(at / step) for at, step in zip((across[1], up[1]), near))
-            together.setdefault(place, []).append(str(i + 1))
-    for place, numbers in together.items():
-        right.text(", ".join(numbers), *place, beside=5, dy=-8, halo=True)
-    means = zip(labels, both[metric], both[against])
-    parts = "; ".join(f"{label} {_interval(*ends)} at {price[1]:.3g}" for label, ends, price in means)
+    for col, (which, title) in enumerate(((metric, "every run, mean, 95 % interval"), (against, "and their cost"))):
+        runs = [list(results.values(label, which).values()) for label in labels]
+        ends = [results.interval(label, which) for label in labels]
+        x = axis(named(which), [v for one, three in zip(runs, ends) for v in (*one, *three)], 3 if col else 5)
+        y = names(labels if col == 0 else [""] * len(labels), down=True, bare=False)
+        pad = [28, 14, 42, 14] if col else beside(labels)
+        intervals(see.panel(0, col, title=title, x=x, y=y, pad=pad), runs, ends)
+        means.append([f"{m:.4g}" + ("" if math.isnan(a) else f" ({a:.4g} to {b:.4g})") for a, m, b in ends])
+    parts = "; ".join(f"{label} {mean} at {price}" for label, mean, price in zip(labels, *means))
     head = f"Each cell's mean with its 95 % interval ({named(metric)}), and its mean cost ({named(against)})"
     see.say("{told}", told=f"{head}: {parts}. {results.note}")  # names of cells may hold braces
     return still(see)
-
-
-def _interval(low: float, mean: float, high: float) -> str:
-    return f"{mean:.4g}" if math.isnan(low) else f"{mean:.4g} ({low:.4g} to {high:.4g})"

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from decimal import ROUND_HALF_UP, Decimal
-from itertools import pairwise
+from decimal import ROUND_HALF_UP, Context, Decimal
 from typing import Any
 
 import numpy as np
@@ -134,27 +133,26 @@ def filled(column: Any, form: str, index: int) -> str:
     if isinstance(value, str):
         return value
     value = float(np.float32(value)) if np.ndim(column) else float(value)  # as it travels
-    if form.startswith("."):
-        return rounded(value, int(form[1:-1]), fixed=True)
+    if form.startswith(".") and math.isfinite(value):
+        return str(Decimal(value).quantize(Decimal(1).scaleb(-int(form[1:-1])), ROUND_HALF_UP))
     return f"2^{rounded(value)}" if form == "2^" and math.isfinite(value) else rounded(value)
 
 
-def rounded(value: float, digits: int = 4, fixed: bool = False) -> str:
-    """A number in words: significant digits, or a fixed number of digits after the point; ties away from zero.
+_FOUR = Context(4, ROUND_HALF_UP)
 
-    >>> rounded(0.5), rounded(1234.5), rounded(1e-9), rounded(-0.25, 1, fixed=True)
-    ('0.5', '1235', '1e-9', '-0.3')
+
+def rounded(value: float) -> str:
+    """A number in words: four digits, ties away from zero, as JavaScript writes it.
+
+    >>> rounded(0.5), rounded(1234.5), rounded(1e-9), rounded(-math.inf)
+    ('0.5', '1235', '1e-9', '-inf')
     """
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    power = -digits if fixed else (Decimal(value).adjusted() - digits + 1 if value else 0)
-    near = float(Decimal(value).quantize(Decimal(1).scaleb(power), ROUND_HALF_UP))
-    if fixed:
-        return f"{near:.{digits}f}"
+    near = float(_FOUR.create_decimal(value))
     if near == 0 or 1e-6 <= abs(near) < 1e21:
-        return np.format_float_positional(near, trim="-").removesuffix(".")
-    lead, _, tail = f"{near:.{digits - 1}e}".partition("e")
-    return f"{lead.rstrip('0').rstrip('.') if '.' in lead else lead}e{int(tail):+d}".replace("e-0", "e-")
+        return np.format_float_positional(near, trim="-")
+    return repr(near).replace("e-0", "e-")
 
 
 def numbers(value: Any) -> Any:
@@ -409,22 +407,25 @@ class Sheet:
         """Write the label of each tagged line at its end, moved apart so that no two overlap."""
         g = p.given
         pixels = self.size[1] * (g["place"][3] - g["place"][2]) - g["pad"][0] - g["pad"][2]
-        tagged = []
-        for m in p.marks:
-            if m.get("tag"):
-                y = m["y"][np.isfinite(m["y"])]
-                if y.size:
-                    tagged.append([(y[-1] - g["y"]["lo"]) / (g["y"]["hi"] - g["y"]["lo"]) * pixels, m])
-        tagged.sort(key=lambda pair: pair[0])
+        tagged = [(m, m["y"][np.isfinite(m["y"])][-1:]) for m in p.marks if m.get("tag")]
+        tagged = sorted(((m, last[0]) for m, last in tagged if last.size), key=lambda pair: pair[1])
+        low, high = g["y"]["lo"], g["y"]["hi"]
+        places = (np.array([last for _, last in tagged]) - low) / (high - low) * pixels
         for _ in range(60 if tagged else 0):
-            tagged[0][0], tagged[-1][0] = max(tagged[0][0], 5), min(tagged[-1][0], pixels)  # none under the axis
-            for low, high in pairwise(tagged):
-                if (short := 14 - (high[0] - low[0])) > 0:
-                    low[0], high[0] = low[0] - short / 2, high[0] + short / 2
-        for place, m in tagged:
-            y = g["y"]["lo"] + place / pixels * (g["y"]["hi"] - g["y"]["lo"])
-            ink = m["color"].partition("/")[0]
-            p.text(m["label"], g["x"]["hi"], y, color=ink, anchor="start", dx=11, free=True)
+            places[0], places[-1] = max(places[0], 5), min(places[-1], pixels)  # none under the axis
+            short = np.maximum(14 - np.diff(places), 0) / 2
+            places[:-1] -= short
+            places[1:] += short
+        for place, (m, _) in zip(places, tagged):
+            p.text(
+                m["label"],
+                g["x"]["hi"],
+                low + place / pixels * (high - low),
+                color=m["color"].partition("/")[0],
+                anchor="start",
+                dx=11,
+                free=True,
+            )
 
 
 def _sample(m: dict[str, Any]) -> dict[str, Any]:

@@ -293,19 +293,6 @@ def test_the_seed_decides_and_nothing_else():
     assert tiny(seed=1)["loss"] == tiny(seed=1)["loss"] != tiny(seed=2)["loss"]
 
 
-def test_numbers_of_cells_that_would_cover_each_other_stand_side_by_side(monkeypatch):
-    drawn = []
-    monkeypatch.setattr("mpkit.view.intervals.still", lambda see: drawn.append(see.spec()))
-
-    def run(seed, up, cost):
-        return {"accuracy": up + seed % 2, "price": cost}
-
-    cells = {str(k): {"up": up, "cost": cost} for k, (up, cost) in enumerate([(80, 1), (90, 1), (80, 1.01), (80, 2)])}
-    experiment(run, cells, seeds=4, progress=False).plot("accuracy", against="price")
-    words = [text for mark in drawn[0]["panels"][1]["marks"] if mark["type"] == "text" for text in mark["text"]]
-    assert words == ["1, 3", "2", "4"]
-
-
 def test_experiment_trains_a_grid_and_draws_it():
     cells = {"level": ["O0", "O3"], "dtype": ["e5m2"], "scaler": [None, 2.0**40]}
     results = experiment(tiny, cells, seeds=3, baseline={"level": "O0", "scaler": None}, progress=False)
