@@ -9,25 +9,22 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpkit.arguments import is_number
 from mpkit.view.controls import Range
 
-if TYPE_CHECKING:
-    from mpkit.view.views import View
 
-
-def moves(view: View, name: str) -> dict[float, dict[str, Any]]:
+def moves(view: Any, name: str) -> dict[float, dict[str, Any]]:
     """What a slider, a handle or boxes of that name can do: place -> the parameters that it sets; the nearest first.
 
     A place has nine digits, as the page names it. Nothing for what is costly, and for what has two numbers.
     """
     control, now = view.maker.controls.get(name), view.params.get(name)
     marks = (m for panel in view.sheet.panels for m in panel.marks if m.get("name") == name)
-    mark = next((m for m in marks if m["type"] in ("handle", "boxes")), {})
+    mark: dict[str, Any] = next((m for m in marks if m["type"] in ("handle", "boxes")), {})
     if getattr(control, "costly", False) or mark.get("axis") == "xy":
         return {}
     if mark.get("type") == "boxes":

@@ -42,6 +42,7 @@ _NUMBERS = frozenset(
     ["x", "y", "y2", "x0", "y0", "x1", "y1", "values", "since", "ring", "hue", "rows", "shift", "at", "base", "cross"]
 ) | {"codes"}
 _LOOKS = frozenset(["type", "label", "color", "fill", "edge", "hatch", "dash", "width", "glyph", "size"])
+Shares = Sequence[float]
 _FIELD = re.compile(r"\{(\w+)(?::([^}]*))?\}")
 _RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -190,12 +191,15 @@ class Panel:
         """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several."""
         self.add("points", x=x, y=y, color=color, **look)
 
-    def crosses(
-        self, y: ArrayLike, steps: Sequence[int] | np.ndarray, label: str = "", color: str = "overflow", **look: object
-    ) -> None:
+    def crosses(self, y: ArrayLike, steps: ArrayLike, label: str = "", color: str = "overflow", **look: object) -> None:
         """An x on the line `y` at each of some steps; nothing where there is none."""
-        if len(steps):
-            self.points(np.asarray(y)[steps], steps, color, **{"glyph": "x", "size": 5, "label": label or None} | look)
+        if np.size(steps):
+            self.points(
+                np.asarray(y)[np.asarray(steps)],
+                steps,
+                color,
+                **{"glyph": "x", "size": 5, "label": label or None} | look,
+            )
 
     def band(
         self, y: ArrayLike, y2: ArrayLike, x: ArrayLike | None = None, color: str = "overflow/0.15", **look: object
@@ -276,17 +280,15 @@ class Panel:
         found, x = dict[str, dict[str, Any]](), self.given["x"]
         for m in self.marks:
             told, label = m.get("told"), m.get("label")
-            if not label or m["type"] not in ("line", "points", "pen", "boxes", "notes") or not (told or "y" in m):
-                continue
             ys, xs = m.get("y", m.get("codes", told)), m.get("x", m.get("x0"))
+            if not label or ys is None or m["type"] not in ("line", "points", "pen", "boxes", "notes"):
+                continue
             count = max(np.size(v) for v in (ys, xs) if v is not None)
             count = min(count, index + 1) if m.get("show") == "upto" and "since" not in m else count
             for i in range(0, count, max(1, count // most)):
                 place = said(item(xs, i) if xs is not None else i, x)
-                if told:
-                    value = told if isinstance(told, str) else told[int(item(m.get("codes", i), i))]
-                else:
-                    value = said(item(ys, i), self.given["y"])
+                own = told if not told or isinstance(told, str) else told[int(item(m.get("codes", i), i))]
+                value = own or said(item(ys, i), self.given["y"])
                 found.setdefault(place, {}).setdefault(item(label, i) if not isinstance(label, str) else label, value)
         head = {"panel": self.given.get("title", "")} if titled else {}
         return [head | {x.get("label") or "place": place, **cells} for place, cells in found.items()]
@@ -325,12 +327,7 @@ class Sheet:
         self.grid()
 
     def grid(
-        self,
-        height: int = 360,
-        width: int = 840,
-        rows: Sequence[float] = (1,),
-        cols: Sequence[float] = (1,),
-        least: int = 280,
+        self, height: int = 360, width: int = 840, rows: Shares = (1,), cols: Shares = (1,), least: int = 280
     ) -> None:
         """The size of the picture in pixels, the shares of its rows and columns, and its `least` width: on a narrower
         page it is moved sideways. Beyond 680 it is what a finger needs, and with a mouse the page's width will do."""
@@ -384,15 +381,14 @@ class Sheet:
             p.given["pad"] = _pads(p)
         for own, sides in (("col", (1, 3)), ("row", (0, 2))):  # panels above one another start and end at the same x
             for p in padded:
-                peers = [q.given["pad"] for q in padded if q.given[own] == p.given[own]]
-                p.given["pad"] = [max(a[i] for a in peers) if i in sides else v for i, v in enumerate(p.given["pad"])]
+                for i in sides:
+                    p.given["pad"][i] = max(q.given["pad"][i] for q in padded if q.given[own] == p.given[own])
         for p in self.panels:
             self._tag(p)
-        spec: dict[str, Any] = {"width": self.size[0], "height": self.size[1], "least": self.least}
-        spec["panels"] = [{**p.given, "marks": p.marks} for p in self.panels]
         says = {name: _column(self.numbers[name]) for name, _ in _FIELD.findall(self.template)}
-        spec |= {"legend": self._legend(), "says": [self.template, says]}
-        return spec | ({"index": self.step} if self.step else {})
+        spec: dict[str, Any] = {"width": self.size[0], "height": self.size[1], "least": self.least}
+        spec |= {"panels": [{**p.given, "marks": p.marks} for p in self.panels], "legend": self._legend()}
+        return spec | {"says": [self.template, says]} | ({"index": self.step} if self.step else {})
 
     def _legend(self) -> list[dict[str, Any]]:
         """A small mark of 26 x 12 pixels for every label that does not stand in the picture itself."""

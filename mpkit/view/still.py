@@ -54,17 +54,12 @@ def static_bundle(picture: bytes, sentence: str) -> dict[str, Any]:
     JupyterLab and nbconvert give an `image/png` neither text alternative nor caption, so the same picture is there as
     HTML too, in which a living view finds it. 256 colours are enough for a chart and make it a third of the size.
     """
-    out = io.BytesIO()
-    small = (
-        Image.open(io.BytesIO(picture))
-        .convert("RGB")
-        .quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    )
-    small.save(out, "png", optimize=True)
+    out, image = io.BytesIO(), Image.open(io.BytesIO(picture)).convert("RGB")
+    image.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(out, "png", optimize=True)
     data, alt = base64.b64encode(out.getvalue()).decode(), html.escape(sentence)
-    image = f'<img alt="{alt}" src="data:image/png;base64,{data}" style="max-width:100%">'
+    shown = f'<img alt="{alt}" src="data:image/png;base64,{data}" style="max-width:100%">'
     return {
-        "text/html": f'<figure class="mpk-still" style="margin:0">{image}<figcaption>{alt}</figcaption></figure>',
+        "text/html": f'<figure class="mpk-still" style="margin:0">{shown}<figcaption>{alt}</figcaption></figure>',
         "image/png": data,
         "text/plain": sentence,
     }
@@ -238,31 +233,28 @@ def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, An
     ball: dict[str, Any] = {"marker": "o", "ms": 9, "mfc": "white", "mec": colour("own"), "mew": 1.8, "clip_on": False}
     stem: dict[str, Any] = {"color": colour("own"), "lw": 1.1, "ls": (0, (5, 3)), "zorder": z}
     if m["axis"] == "xy":
-        axes.plot([m["at"][0]], [m["at"][1]], zorder=z + 1, **ball)
+        axes.plot(*m["at"], zorder=z + 1, **ball)
         return
-    across, moved = m["axis"] == "x", axes.get_xlim()[0] - p["x"]["lo"]
+    across, own, high = m["axis"] == "x", p[m["axis"]], axes.get_window_extent().height
     base, cross = item(m.get("base", 0.0), index), item(m.get("cross"), index)
-    at = np.clip(base + m.get("slope", 1) * item(m["at"], index), *sorted(p[m["axis"]][end] for end in ("lo", "hi")))
-
-    def spot(along: float, other: float) -> tuple[float, float]:
-        return (moved + along, other) if across else (moved + other, along)
-
-    if cross is None and across:  # off the title, as in the page
-        axes.axvline(at + moved, **stem)
-        cross = p["y"]["hi"] - 4 / axes.get_window_extent().height * (p["y"]["hi"] - p["y"]["lo"])
-    elif cross is None:
-        axes.axhline(at, **stem)
-        cross = p["x"]["hi"]
+    at = np.clip(base + m.get("slope", 1) * item(m["at"], index), *sorted((own["lo"], own["hi"])))
+    whole, left = cross is None, cross is None and not across
+    if whole:  # off the title, as in the page
+        cross = p["x"]["hi"] if left else p["y"]["hi"] - 4 / high * (p["y"]["hi"] - p["y"]["lo"])
+    ends = np.array([(base, cross), (at, cross)])[:, :: 1 if across else -1]
+    ends[:, 0] += axes.get_xlim()[0] - p["x"]["lo"]
+    x, y = ends[1]
+    if whole:
+        axes.axvline(x, **stem) if across else axes.axhline(y, **stem)
     elif m.get("stem"):
-        axes.plot(*zip(spot(base, cross), spot(at, cross)), **stem)
+        axes.plot(*ends.T, **stem)
     if m.get("look") != "plain":
-        axes.plot(*([v] for v in spot(at, cross)), zorder=z + 1, **ball)
+        axes.plot(x, y, zorder=z + 1, **ball)
     if m.get("note"):
-        left, above = not across and "cross" not in m, across and m.get("stem")
-        low = axes.transAxes.inverted().transform(axes.transData.transform(spot(at, cross)))[1]
-        under = 9 if low * axes.get_window_extent().height > 20 else -9  # above its line are others
-        shift = {"dy": -15} if above else {"anchor": "end", "dx": -12, "dy": under} if left else {"dx": 12}
-        _words(axes, *spot(at, cross), m["note"], {"color": "own", "anchor": "start", "halo": True, **shift}, z)
+        under = 9 if axes.transLimits.transform((x, y))[1] * high > 20 else -9  # above its line are others
+        beside = {"anchor": "end", "dx": -12, "dy": under} if left else {"dx": 12}
+        shift = {"dy": -15} if across and m.get("stem") else beside
+        _words(axes, x, y, m["note"], {"color": "own", "anchor": "start", "halo": True, **shift}, z)
 
 
 def _words(axes: Axes, x: float, y: float, text: str, m: dict[str, Any], z: float) -> None:
