@@ -100,9 +100,9 @@ class Flag(Control):
 
     def check(self, name: str, value: Any, now: Any) -> bool:
         """The value."""
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | np.bool_):
             raise ValueError(f"{name} must be true or false, got {value!r:.80}")
-        return value
+        return bool(value)
 
     def row(self, default: Any) -> dict[str, Any]:
         """Its line."""
