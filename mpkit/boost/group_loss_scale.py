@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -41,8 +40,7 @@ class _ScaleGradient(torch.autograd.Function):
         return grads[0] * (ctx.table[ctx.before] / ctx.table[ctx.after]), None, None, None, None
 
 
-def _bound(name: str, value: object) -> float:
-    return math.inf if isinstance(value, float) and value == math.inf else check_number(name, value)
+Ratio = Annotated[float, check_number]
 
 
 class GroupLossScaleManager(nn.Module, LossScaleManager):
@@ -93,19 +91,17 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         init_loss_scale: float | Sequence[float],
         loss_scale_groups: Sequence[Iterable[nn.Parameter]] = (),
         *,
-        shrink: Annotated[float, check_number] = SHRINK,
-        growth: Annotated[float, check_number] = GROWTH,
-        min_scale: Annotated[float, check_number] = 1.0,
-        max_scale: Annotated[float, _bound] = 2.0**24,
+        shrink: Ratio = SHRINK,
+        growth: Ratio = GROWTH,
+        min_scale: Ratio = 1.0,
+        max_scale: Annotated[float, partial(check_number, closed_high=True)] = 2.0**24,
         blame: Literal["first", "every"] = "first",
         faithful: bool = False,
     ) -> None:
         super().__init__()
         if not (0 < shrink < 1 <= growth and min_scale <= max_scale):
-            raise ValueError(
-                f"need 0 < shrink < 1 <= growth and min_scale <= max_scale, got shrink={shrink}, growth={growth}, "
-                f"{min_scale} and {max_scale}"
-            )
+            came = f"{shrink}, {growth}, {min_scale} and {max_scale}"
+            raise ValueError(f"need 0 < shrink < 1 <= growth and min_scale <= max_scale, got {came}")
         self.shrink, self.growth = shrink, growth
         self.min_scale, self.max_scale = min_scale, max_scale
         self.blame, self.faithful = blame, faithful
@@ -115,8 +111,6 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         self.register_buffer("passed", torch.ones(2, 2, dtype=torch.bool), persistent=False)
         if len(loss_scale_groups):
             self.loss_scale_groups = loss_scale_groups
-        else:  # the groups come later, a wrong scale is told now
-            self._checked(len(init_loss_scale) if isinstance(init_loss_scale, Sequence) else 1, init_loss_scale)
 
     @property
     def loss_scale_groups(self) -> list[list[nn.Parameter]]:
@@ -141,10 +135,14 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
 
     def set_loss_scale_status(self, loss_scale_number: int, init_loss_scale: float | Sequence[float]) -> None:
         """Make the table of `loss_scale_number` groups: a number starts all of them, a list one each."""
-        inner = self._checked(loss_scale_number, init_loss_scale)
+        low, high, init = self.min_scale, self.max_scale, init_loss_scale
+        listed = list(init) if isinstance(init, Sequence) else [init] * check_count("groups", loss_scale_number, low=0)
+        scales = [check_number("each of init_loss_scale", each, open_low=True) for each in listed]
+        if len(scales) != loss_scale_number or not all(low <= scale <= high for scale in scales):
+            raise ValueError(f"need a scale in {low}..{high} for each of {loss_scale_number} groups, got {scales}")
         device = next((p.device for group in self._groups for p in group), self.table.device)
-        self.table = torch.tensor([1.0, *inner, 1.0], dtype=torch.float32, device=device)
-        self.passed = torch.ones(2, len(self.table), dtype=torch.bool, device=self.table.device)
+        self.table = torch.tensor([1.0, *scales, 1.0], dtype=torch.float32, device=device)
+        self.passed = torch.ones(2, len(self.table), dtype=torch.bool, device=device)
 
     def _live(self) -> Scale:
         """The scales at work, by the factors and bounds of now; they move the buffer."""
@@ -192,19 +190,9 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         last = len(self.table) - 1
         if not (0 <= layer1 <= last and 0 <= layer2 <= last):
             raise ValueError(
-                f"a marker names groups 0..{last} (0 and {last} lie outside the network), got {layer1} and {layer2}; "
-                "assign loss_scale_groups before the first forward pass"
+                f"a marker names groups 0..{last}, of which the outer two are none, got {layer1}, {layer2}"
             )
         return _ScaleGradient.apply(x, self.table, self.passed, layer1, layer2)
-
-    def covers(self, parameters: Iterable[Tensor]) -> None:
-        """Raise ValueError unless every one of `parameters` stands in a group: else its scale would be unknown."""
-        known = {id(p) for group in self._groups for p in group}
-        missing = [tuple(p.shape) for p in parameters if p.requires_grad and id(p) not in known]
-        if missing:
-            raise ValueError(
-                f"{len(missing)} trained parameters stand in no loss scale group (shapes {missing[:3]}); add them"
-            )
 
     @torch.no_grad()
     def unscale_and_update_(self) -> Tensor:
@@ -225,21 +213,10 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         self._live().advance_(guilty.float(), part=guilty | ~found)
         self.passed.fill_(True)
         if self.faithful:
-            for g, ratio in zip(grads, used / self.scales):
-                if g:
-                    torch._foreach_mul_(g, ratio)
+            for group, ratio in zip(grads, used / self.scales):
+                for grad in group:
+                    grad.mul_(ratio)
         return found
-
-    def _checked(self, number: int, init: float | Sequence[float]) -> list[float]:
-        number = check_count("loss_scale_number", number, low=0)
-        listed: Any = [init] * number if isinstance(init, Real) else init
-        check_kind("init_loss_scale", listed, (list, tuple), "a number or a list of numbers")
-        scales = [check_number("each of init_loss_scale", s, open_low=True) for s in listed]
-        if len(scales) != number:
-            raise ValueError(f"need one initial scale for each of {number} groups, got {len(scales)}")
-        if not all(self.min_scale <= s <= self.max_scale for s in scales):
-            raise ValueError(f"initial scales must be in {self.min_scale}..{self.max_scale}, got {scales}")
-        return scales
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupLossScaleManager:
         """Follow the network to another device, but stay float32 when it is cast."""
@@ -257,8 +234,16 @@ class GroupScaling(Scaling):
         self.groups = manager
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Divide each group's gradients by its scale and move the scales of all."""
+        """Divide each group's gradients by its scale and move the scales of all.
+
+        Raises:  ValueError if one of `gradients` belongs to no group, such as that of a parameter added later.
+        """
         manager = self.groups
+        known = {id(p.grad) for group in manager.loss_scale_groups for p in group}
+        if missing := [tuple(g.shape) for g in gradients if id(g) not in known]:  # their scale would be unknown
+            raise ValueError(
+                f"{len(missing)} trained parameters stand in no loss scale group ({missing[:3]}); add them"
+            )
         if several_processes():  # an overflow that one process sees moves the scales of all alike
             manager.passed.copy_(agree_((~manager.passed).float()) == 0)
         self.group_overflow = found = manager.unscale_and_update_()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import Count, check_alike, check_count, check_function, check_kind, check_number, checked
-from mpkit.optimizers.arguments import need_plain_step, parameters_of
+from mpkit.optimizers.arguments import need_plain_step
 from mpkit.scalers import LossScaler, Scale
 from mpkit.step.engine import Step, uncompiled
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
@@ -222,8 +222,6 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         update: MakeUpdate = None,
     ) -> None:
         scaling = scaling_of(scale_sense, device_of(network.parameters()))
-        if scaling.groups is not None:
-            scaling.groups.covers(parameters_of(optimizer))
         rule = scale_sense if isinstance(scale_sense, LossScaler | Scale) else None
         options: dict[str, Any] = {"hooks": hooks, "clip_norm": clip_norm, "accumulation_steps": accumulation_steps}
         super().__init__(network, optimizer, update=update, **options)

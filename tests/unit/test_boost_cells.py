@@ -99,9 +99,13 @@ def test_the_flag_needs_a_manager_and_every_parameter_a_group() -> None:
     net = loss_net()
     with pytest.raises(TypeError, match="scale_sense must be a GroupLossScaleManager, got Tensor"):
         BoostTrainOneStepWithLossScaleCell(net, momentum(net), torch.tensor(1.0), boost=boost)
-    manager = GroupLossScaleManager(64.0, [list(net.parameters())[:1]])
-    with pytest.raises(ValueError, match="stand in no loss scale group"):
-        BoostTrainOneStepWithLossScaleCell(net, momentum(net), manager, boost=boost)
+    manager = GroupLossScaleManager(64.0, [list(net.parameters())])
+    cell = BoostTrainOneStepWithLossScaleCell(net, momentum(net), manager, boost=boost)
+    cell(*batch())
+    net.backbone.append(nn.Linear(2, 2))
+    cell.optimizer.add_param_group({"params": net.backbone[-1].parameters()})
+    with pytest.raises(ValueError, match="2 trained parameters stand in no loss scale group"):
+        cell(*batch())
 
 
 # dim_reduce
