@@ -26,15 +26,10 @@ class _Boosted(TrainOneStepCell):
 
     def _keep(self, boost: AutoBoost) -> None:
         """Have the algorithms as parts of the cell, so that `state_dict()` holds theirs."""
-        self.boost = boost
-        for name in ("dim_reduce", "adasum"):
-            held = (getattr(update, name, None) for update in self.step.updates[0].chain())
-            setattr(self, name, next((part for part in held if part is not None), None))
-
-    @property
-    def accumulation(self) -> Any:
-        """The update that adds micro-gradients, each checked by itself; None where the configuration does not."""
-        return next((update for update in self.step.updates[0].chain() if update.what == "accumulation"), None)
+        self.boost, inside = boost, {update.what: update for update in self.step.updates[0].chain()}
+        self.dim_reduce = getattr(inside.get("dimension reduction"), "dim_reduce", None)
+        self.adasum = getattr(inside.get("AdaSum"), "adasum", None)
+        self.accumulation: Any = inside.get("accumulation")  # adds micro-gradients, each checked by itself
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -51,10 +46,7 @@ class _Boosted(TrainOneStepCell):
     def gradient_freeze_process(self, *inputs: object) -> Tensor:
         """One step with freezing; -> the loss. Raises TypeError unless the optimizer is a FreezeOpt."""
         if not hasattr(self.optimizer, "around"):
-            raise TypeError(
-                f"gradient_freeze_process needs a FreezeOpt, got {type(self.optimizer).__name__}; "
-                "GradientFreeze(...).freeze_generate(network, optimizer) makes one"
-            )
+            raise TypeError(f"gradient_freeze_process needs a FreezeOpt, got {type(self.optimizer).__name__}")
         return self(*inputs).loss
 
     def gradient_accumulation_process(
@@ -109,11 +101,8 @@ class BoostTrainOneStepCell(_Boosted):
         super().__init__(network, optimizer, sens, update=maker.update_of, **options)
         self._keep(maker)
         if maker.flags["loss_scale_group"]:
-            warnings.warn(
-                "loss_scale_group is on and does nothing in this cell: BoostTrainOneStepWithLossScaleCell, or "
-                "Model(loss_scale_manager=...), with a GroupLossScaleManager scales the groups",
-                stacklevel=3,
-            )
+            nothing = "loss_scale_group does nothing in this cell, which has no scale_sense: a GroupLossScaleManager"
+            warnings.warn(nothing, stacklevel=3)
 
     def forward(self, *inputs: object) -> StepOutcome:
         return self._run(inputs)

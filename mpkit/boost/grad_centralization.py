@@ -14,10 +14,7 @@ from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.optimizers import Optimizer as OwnOptimizer
 from mpkit.optimizers import centralized
 
-__all__ = [
-    "centralize_gradients",
-    "is_centralized",
-]
+__all__ = ["centralize_gradients", "is_centralized"]
 
 NORMALIZATIONS = (nn.LayerNorm, nn.RMSNorm)  # those whose weights can have more than one axis
 

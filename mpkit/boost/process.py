@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -57,12 +56,11 @@ class OptimizerProcess:
                 result.append(group)
                 continue
             plain = {key: value for key, value in group.items() if key != "grad_centralization"}
-            members = [p for p in group["params"] if is_centralized(params_dict.get(id(p)), p)]
-            chosen = {id(p) for p in members}
-            mark = True if self.multiple_of == 1 else self.multiple_of
-            halves = [{**subset(plain, members), "grad_centralization": mark}]
-            halves.append(subset(plain, [p for p in group["params"] if id(p) not in chosen]))
-            result += [half for half in halves if half["params"]]
+            parts: dict[bool, list[Tensor]] = {True: [], False: []}
+            for p in group["params"]:
+                parts[is_centralized(params_dict.get(id(p)), p)].append(p)
+            marked = {**subset(plain, parts[True]), "grad_centralization": self.multiple_of == 1 or self.multiple_of}
+            result += [half for half in (marked, subset(plain, parts[False])) if half["params"]]
         return result
 
     def add_grad_centralization(self, network: nn.Module) -> None:
@@ -76,8 +74,6 @@ class OptimizerProcess:
     def generate_new_optimizer(self) -> Optimizer:
         """The optimizer with the prepared groups: the same object, so its state and its class are kept."""
         opt = inner(self.optimizer)
-        if isinstance(opt, torch.optim.LBFGS) and len(self.origin_params) > 1:
-            raise ValueError("LBFGS knows one parameter group, and centralization needs two; take another optimizer")
         regroup(opt, as_groups(self.origin_params))
         centralize_where_marked(opt)
         return self.optimizer
@@ -125,19 +121,12 @@ class ParameterProcess:
         groups = as_groups(origin_params)
         if isinstance(origin_params[0], Tensor):  # type: ignore[index]
             return [{"params": list(parameters)}]
-        result: list[Group] = []
-        left = list(parameters)
-        for group in groups:
-            if "order_params" in group:
-                result.append({"order_params": list(parameters)})
-                continue
-            result.append(subset(group, parameters))
-            here = {id(p) for p in group["params"]}
-            left = [p for p in left if id(p) not in here]
-        if left:
+        every = list(parameters)
+        result = [{"order_params": every} if "order_params" in group else subset(group, every) for group in groups]
+        placed = {id(p) for group in groups for p in group.get("params", ())}
+        if left := [p for p in every if id(p) not in placed]:
             richest = max((g for g in result if "params" in g), key=len)
-            options = {key: value for key, value in subset(richest, ()).items() if key != "param_names"}
-            result.append({**options, "params": left})
+            result.append({key: value for key, value in richest.items() if key != "param_names"} | {"params": left})
         return result
 
 
