@@ -2,9 +2,10 @@
 
     python tests/tools/mutants.py --sample 400 --seed 1 [--contract] [--only boost optimizers] [--write FILE]
 
-Everything happens in a copy of the tree. A process that has imported what the tests need, but not the library, forks
-for each mutant and runs the tests of its module there, the nearest files first, until one fails. The same tests run
-once without a change, which must pass, and tell how long a mutant may take.
+Everything happens in copies of the tree. The tests of all modules run once without a change, which must pass; coverage
+notes the lines that each of them runs. Then a process that has imported what the tests need, but not the library, forks
+for each mutant and runs the tests of its line there, the quick ones first, until one fails. Where no test was seen at
+the line (it runs at import, or in a process that a test starts), the files of its module run whole.
 
 Not changed: annotations, docstrings, messages (`raise`, f-strings, warnings), decorators, `__all__`, lists of types.
 mutmut leaves out what stands in classes, modules and decorated functions, which is half of this library; cosmic-ray
@@ -32,10 +33,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import coverage
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +66,7 @@ OWN = {  # module -> what the names of its test files begin with; EVERY: those o
     "diagnose": ("test_diagnose", "test_preflight", "test_watch", "test_public_reports", "test_recommend"),
 }
 ASKED = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not browser"]
+FEW = 20  # tests that run first; most mutants are killed by them
 MEMORY = 12 * 2**30  # bytes that a mutant may ask for
 FORK = multiprocessing.get_context("fork")
 WARM = ("numpy", "torch", "torch._dynamo", "torch.distributed", "pandas", "ml_dtypes", "hypothesis")
@@ -87,6 +90,7 @@ class Mutant:
 
     file: str
     line: int
+    around: tuple[int, int, int]  # where its statement begins, where its function or class begins and ends
     scope: str
     start: int
     end: int
@@ -114,27 +118,29 @@ def mutants_of(source: str, file: str) -> list[Mutant]:
     for line in lines:
         begins.append(begins[-1] + len(line))
     whole, found = source.encode(), []
-    for node, changed, scope in _changes(ast.parse(source), ""):
+    for node, changed, around, scope in _changes(ast.parse(source), (0, 0, -1), ""):
         start, end = begins[node.lineno - 1] + node.col_offset, begins[node.end_lineno - 1] + node.end_col_offset
         old, new = ast.unparse(node), ast.unparse(changed)
         text = whole[begins[node.lineno - 1] : begins[node.end_lineno]]
         after = whole[begins[node.lineno - 1] : start] + new.encode() + whole[end : begins[node.end_lineno]]
         before, after = (" ".join(part.decode().split()) for part in (text, after))
-        found.append(Mutant(file, node.lineno, scope, start, end, old, new, before, after))
+        found.append(Mutant(file, node.lineno, around, scope, start, end, old, new, before, after))
     return found
 
 
-def _changes(node: Any, scope: str) -> Iterator[tuple[Any, ast.AST, str]]:
-    """(expression, what takes its place, its function or class) for all that stands below `node`."""
+def _changes(node: Any, around: tuple[int, int, int], scope: str) -> Iterator[tuple[Any, ast.AST, Any, str]]:
+    """(expression, what takes its place, its lines, its function or class) for all that stands below `node`."""
     for changed in _changed(node):
-        yield node, changed, scope
+        yield node, changed, around, scope
+    if isinstance(node, ast.stmt):
+        around = (node.lineno, *around[1:])
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        scope = f"{scope}.{node.name}".lstrip(".")
+        around, scope = (node.lineno, node.lineno, node.end_lineno), f"{scope}.{node.name}".lstrip(".")
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             stays = name in ("annotation", "returns", "decorator_list") or not isinstance(child, ast.AST)
             if not stays and not _left_out(node, child):
-                yield from _changes(child, scope)
+                yield from _changes(child, around, scope)
 
 
 def _left_out(parent: ast.AST, child: Any) -> bool:
@@ -228,9 +234,63 @@ def drawn(every: list[Mutant], options: Any) -> list[Mutant]:
     return random.Random(options.seed).sample(every, min(options.sample, len(every)))
 
 
-def passes(files: list[str], seconds: float = 3600) -> bool:
+class Watch:
+    """A plugin of pytest: coverage notes the lines that each test runs, and how long it took."""
+
+    def __init__(self, scratch: Path, root: Path) -> None:
+        self.seconds: dict[str, float] = {}
+        self.seen = coverage.Coverage(scratch / "lines", source=[str(root / "mpkit")], config_file=False)
+        self.out = scratch / "seconds.json"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        self.seen.switch_context(item.nodeid)
+        began = time.process_time()
+        try:
+            return (yield)
+        finally:
+            self.seconds[item.nodeid] = time.process_time() - began
+
+    def pytest_sessionstart(self) -> None:
+        self.seen.start()
+
+    def pytest_sessionfinish(self) -> None:
+        self.seen.stop()
+        self.seen.save()
+        self.out.write_text(json.dumps(self.seconds))
+
+
+@dataclass
+class Reached:
+    """Which tests run a line, and how long each takes."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    lines: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+
+    @classmethod
+    def measured(cls, root: Path, files: list[str]) -> Reached:
+        """Raises RuntimeError where a test fails without any change: it would prove nothing."""
+        with tempfile.TemporaryDirectory(prefix="mpkit-lines-") as scratch:
+            watch = Watch(Path(scratch), root)
+            if not passes(files, plugins=[watch]):
+                raise RuntimeError(f"without any change one of these fails; run them by hand: {' '.join(files)}")
+            data = coverage.CoverageData(Path(scratch) / "lines")
+            data.read()
+            lines = {Path(f).relative_to(root).as_posix(): data.contexts_by_lineno(f) for f in data.measured_files()}
+            return cls(json.loads(watch.out.read_text()), lines)
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """The tests that run the statement of a mutant, or its function or class; quick ones first."""
+        seen, (statement, begin, end) = self.lines.get(mutant.file, {}), mutant.around
+        nearest = next((line for line in range(mutant.line, statement - 1, -1) if any(seen.get(line, []))), None)
+        lines = [nearest] if nearest else range(begin, end + 1)
+        found = {name for line in lines for name in seen.get(line, []) if name}
+        return sorted(found, key=lambda name: self.seconds[name])
+
+
+def passes(tests: list[str], seconds: float = 3600, plugins: list[Any] | None = None) -> bool:
     """Whether tests pass in a fork, which imports the library; not if they work for longer, or stand still."""
-    child = FORK.Process(target=_in_fork, args=(files, seconds))
+    child = FORK.Process(target=_in_fork, args=(tests, seconds, plugins))
     child.start()
     child.join(10 * seconds)  # on a busy machine a second of work takes several
     with suppress(ProcessLookupError):
@@ -239,43 +299,31 @@ def passes(files: list[str], seconds: float = 3600) -> bool:
     return child.exitcode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-def _in_fork(files: list[str], seconds: float) -> None:
+def _in_fork(tests: list[str], seconds: float, plugins: list[Any] | None) -> None:
     os.setsid()
     with open(os.devnull, "r+b") as quiet:
         for stream in (0, 1, 2):
             os.dup2(quiet.fileno(), stream)
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    os._exit(int(pytest.main([*ASKED, *files])))
+    os._exit(int(pytest.main([*ASKED, *tests], plugins)))
 
 
-class Judge:
-    """Runs the tests of a module on a mutant; each group of files once without a change before its first."""
+def kills(mutant: Mutant, root: Path, reached: Reached, contract: bool) -> bool:
+    """Whether a test fails on a mutant, written into the tree at `root`."""
+    tests = reached.tests(mutant) or [name for files in files_of(root, mutant.module, contract) for name in files]
 
-    def __init__(self, copy: Path, contract: bool) -> None:
-        self.copy, self.contract, self.limits = copy, contract, dict[str, float]()
+    def limit(some: list[str]) -> float:
+        return 20 + 4 * sum(s for name, s in reached.seconds.items() if {name, name.partition("::")[0]} & {*some})
 
-    def limit(self, files: list[str]) -> float:
-        """Seconds that they may take. Raises RuntimeError where they fail without any change: they prove nothing."""
-        if files[0] not in self.limits:
-            before = os.times()
-            if not passes(files):
-                raise RuntimeError(f"without any change one of these fails; run them by hand: {' '.join(files)}")
-            took = os.times()
-            work = took.children_user + took.children_system - before.children_user - before.children_system
-            self.limits[files[0]] = 20 + 4 * work
-        return self.limits[files[0]]
-
-    def kills(self, mutant: Mutant) -> bool:
-        groups = [(files, self.limit(files)) for files in files_of(self.copy, mutant.module, self.contract)]
-        path = self.copy / mutant.file
-        source, stamp = path.read_bytes(), path.stat()
-        path.write_bytes(mutant.applied(source))
-        try:
-            return not all(passes(files, limit) for files, limit in groups)
-        finally:
-            path.write_bytes(source)
-            os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # its stored bytecode is valid again
+    path = root / mutant.file
+    source, stamp = path.read_bytes(), path.stat()
+    path.write_bytes(mutant.applied(source))
+    try:
+        return not all(passes(some, limit(some)) for some in (tests[:FEW], tests[FEW:]) if some)
+    finally:
+        path.write_bytes(source)
+        os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # its stored bytecode is valid again
 
 
 def table(results: list[tuple[Mutant, bool]]) -> dict[str, dict[str, int]]:
@@ -295,37 +343,65 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(OWN), choices=OWN, metavar="MODULE")
     parser.add_argument("--again", type=Path, help="the survivors of this result instead of a sample")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no mutant after so long")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at the same time (default: %(default)s)")
     parser.add_argument("--write", type=Path, help="the JSON for the result")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.end = time.monotonic() + 60 * options.minutes
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # a second of imports, and no test here needs one
-    end, results = time.monotonic() + 60 * options.minutes, list[tuple[Mutant, bool]]()
+    root, results = options.root.resolve(), list[tuple[Mutant, bool]]()
+    every = all_mutants(root, options.only)
+    for name in outdated(every) if set(options.only) == set(OWN) else ():
+        print(f"the line of an equivalent mutant has changed, look again: {name}")
+    for name in WARM:
+        with suppress(ImportError):
+            importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mpkit-mutants-") as scratch:
-        copy = copied(options.root.resolve(), Path(scratch).resolve())
-        every = all_mutants(copy, options.only)
-        for name in outdated(every) if set(options.only) == set(OWN) else ():
-            print(f"the line of an equivalent mutant has changed, look again: {name}")
-        os.chdir(copy)
-        os.environ["PYTHONPATH"] = str(copy)
-        elsewhere = {options.root.resolve(), options.root.resolve() / "tests"}
-        sys.path[:] = [str(copy), *(p for p in sys.path if Path(p or ".").resolve() not in elsewhere)]
-        for name in WARM:
-            with suppress(ImportError):
-                importlib.import_module(name)
-        judge = Judge(copy, options.contract)
+        copies = [copied(root, Path(scratch).resolve() / str(k)) for k in range(options.jobs)]
+        entered(copies[0], root)
+        asked = {f: None for name in options.only for group in files_of(root, name, options.contract) for f in group}
+        reached, chosen = Reached.measured(copies[0], [*asked]), drawn(every, options)
+        print(f"{len(reached.seconds)} tests, {sum(reached.seconds.values()):.0f} s", flush=True)
+        told = FORK.SimpleQueue()
+        workers = [
+            FORK.Process(target=_worker, args=(k, copies[k], told, chosen, reached, options))
+            for k in range(options.jobs)
+        ]
         try:
-            for mutant in drawn(every, options):
-                if time.monotonic() > end:
-                    break
-                began = time.monotonic()
-                results.append((mutant, judge.kills(mutant)))
-                verdict = "killed" if results[-1][1] else "survived"
+            for worker in workers:
+                worker.start()
+            for _ in chosen:
+                number, killed, seconds = told.get()
+                if killed is None:  # no time was left
+                    continue
+                mutant = chosen[number]
+                results.append((mutant, killed))
                 where = f"{mutant.file}:{mutant.line} {mutant.old} -> {mutant.new}"
-                print(f"{verdict:9} {where} [{time.monotonic() - began:.1f} s]", flush=True)
+                print(f"{'killed' if killed else 'survived':9} {where} [{seconds:.1f} s]", flush=True)
         finally:  # what is known is told, whatever ends the run
-            os.chdir(options.root)
+            for worker in workers:
+                worker.terminate()
+            os.chdir(root)
             _told(results, len(every), options)
     return 0
+
+
+def entered(copy: Path, root: Path) -> None:
+    """Work in a copy: imports find its library and its tests, and nothing of the checkout."""
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)
+    elsewhere = {root, root / "tests"}
+    sys.path[:] = [str(copy), *(p for p in sys.path if Path(p or ".").resolve() not in elsewhere)]
+
+
+def _worker(k: int, copy: Path, told: Any, chosen: list[Mutant], reached: Reached, options: Any) -> None:
+    """Every so many mutants, in a copy of its own: (number, killed or None, seconds)."""
+    entered(copy, options.root.resolve())
+    for number in range(k, len(chosen), options.jobs):
+        began = time.monotonic()
+        late = began > options.end
+        killed = None if late else kills(chosen[number], copy, reached, options.contract)
+        told.put((number, killed, time.monotonic() - began))
 
 
 def _told(results: list[tuple[Mutant, bool]], of: int, options: Any) -> None:
