@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
 DEPTH = 6  # objects inside one another that are looked through for the tensors of a batch
 
 
-class _Copying(TorchFunctionMode):
-    """While entered, `copy.deepcopy` asks `change` for the copy of a tensor; None leaves it to torch."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor | None]) -> None:
-        super().__init__()
-        self.change = change
-
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        found = self.change(args[0]) if func is Tensor.__deepcopy__ else None
-        return func(*args, **(kwargs or {})) if found is None else found
-
-
-def _copied(what: str, given: T, change: Callable[[Tensor], Tensor | None]) -> T:
+def _copied(what: str, given: T, copies: dict[int, Any]) -> T:
+    """copies:  by the id of what is not to be copied as it is, what stands for it."""
     try:
-        with _Copying(change):
-            return copy.deepcopy(given)
+        return copy.deepcopy(given, copies)
     except Exception as error:  # whatever its parts raise
         raise TypeError(
             f"diagnose runs copies, and this {what} cannot be copied: {error}; take off it what has no copy, as a "
@@ -49,8 +37,9 @@ def copied(network: nn.Module, loss_fn: T) -> tuple[nn.Module, T]:
             "fully_shard(network), on one process"
         )
     bound = isinstance(loss_fn, nn.Module) or isinstance(getattr(loss_fn, "__self__", None), nn.Module)
+    made = (t for m in network.modules() for t in vars(m).values() if isinstance(t, Tensor) and not t.is_leaf)
     both = network, loss_fn if bound else None
-    own, own_loss = _copied(type(network).__name__, both, lambda t: None if t.is_leaf else t.detach().clone())
+    own, own_loss = _copied(type(network).__name__, both, {id(t): t.detach().clone() for t in made})
     for given, parameter in zip(network.parameters(), own.parameters()):
         for hook in (given._backward_hooks or {}).values():
             parameter.register_hook(hook)
@@ -59,12 +48,11 @@ def copied(network: nn.Module, loss_fn: T) -> tuple[nn.Module, T]:
 
 def copied_batch(batch: T, *, widened: bool = False) -> T:
     """The batch with copies of its tensors, in float32 if `widened`. Raises TypeError for one that has no copy."""
-
-    def tensor(t: Tensor) -> Tensor:
-        own = t.detach().clone()
-        return (own.float() if widened and t.is_floating_point() else own).requires_grad_(t.requires_grad)
-
-    return _copied("batch", batch, tensor)
+    own = {}
+    for _, t in tensors_of("batch", batch):
+        dtype = torch.float32 if widened and t.is_floating_point() else t.dtype
+        own[id(t)] = t.detach().to(dtype, copy=True).requires_grad_(t.requires_grad)
+    return _copied("batch", batch, own)
 
 
 def tensors_of(place: str, value: object, depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:

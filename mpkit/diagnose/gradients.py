@@ -105,12 +105,10 @@ class Watched:
             "clip_before_unscale": math.isfinite(before) and ratio > 1 and not divided,
         }
 
-    def see_rates(self, *, moved: bool = False) -> None:
+    def see_rates(self) -> None:
         """A schedule is whatever changes the learning rate."""
-        now = rates(self.optimizer)
-        if self.life and (moved or now != self.rates):
+        if self.life and rates(self.optimizer) != self.rates:
             self.life[-1].add("schedule")
-        self.rates = now
 
     def stepped(self) -> None:
         self.used = len(self.passes)

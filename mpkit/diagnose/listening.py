@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from mpkit.record.scale import scale_of as record_scale
 
 T = TypeVar("T")
 
@@ -33,8 +35,7 @@ class Listening(ExitStack):
 
 
 def several(name: str, given: object, kind: type[T], what: str) -> list[T]:
-    listed = list(given.values()) if isinstance(given, Mapping) else given
-    found: list[Any] = list(listed) if isinstance(listed, list | tuple) else [listed]
+    found: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not found or not all(isinstance(one, kind) for one in found):
         raise TypeError(f"{name} must be {what} or a list of them, got {given!r:.80}")
     return found
@@ -45,7 +46,8 @@ def tensors_in(nest: object) -> list[Tensor]:
 
 
 def scale_of(scaler: Any) -> float:
-    return float(scaler.get_scale() if hasattr(scaler, "get_scale") else getattr(scaler, "scale_value", 1.0))
+    """Raises TypeError for what has no loss scale to tell."""
+    return float(record_scale(scaler))
 
 
 def in_autocast(kind: str) -> bool:

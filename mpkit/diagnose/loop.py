@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpkit.diagnose.gradients import Pass, Watched, length, look, undivided
@@ -38,7 +37,8 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
              error in the loop gets the report as a note, since a mistake often ends in one.
     Edges:   a mistake that shows only when a step overflows (a schedule that counts skipped steps) is seen only if one
              does; give the scaler a large first scale to see it. Watching costs about a tenth of a millisecond a step,
-             with a GradScaler a quarter of one, however large the network is; and nothing outside of the block.
+             with a GradScaler a quarter of one, however large the network is, after ten steps a quarter of that; and
+             nothing outside of the block.
 
     >>> network = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(network.parameters(), 0.1)
@@ -53,13 +53,12 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     def __init__(
         self,
         network: nn.Module | Sequence[nn.Module],
-        optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
+        optimizer: Optimizer | Sequence[Optimizer],
         scaler: GradScaler | None = None,
     ) -> None:
         networks = several("network", network, nn.Module, "an nn.Module")
         optimizers = several("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-        if scaler is not None and not callable(getattr(scaler, "scale", None)):
-            raise TypeError(f"scaler must have a method scale, as torch.amp.GradScaler has it, got {scaler!r:.80}")
+        scale_of(scaler)  # raises for what is none
         self.report = LoopReport()
         self._scaler = scaler
         self._own = {id(p) for n in networks for p in n.parameters()}
@@ -92,9 +91,6 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         for kind in {*family(GradScaler), *(() if self._scaler is None else type(self._scaler).__mro__[:-1])}:
             for name in {"scale", "unscale_", "step", "update"} & set(vars(kind)):
                 swap(kind, name, partial(self._of_scaler, getattr(self, f"_{name}")))
-        for kind in family(LRScheduler):
-            if "step" in vars(kind):
-                swap(kind, "step", self._schedule)
         self._listening.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._listening.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self.report
@@ -116,8 +112,13 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     # --- the backward pass
 
+    @property
+    def _rests(self) -> bool:
+        """After ten steps two in ten are looked at; what a scaler does is seen in all."""
+        return self.report.steps >= 10 and self.report.steps % 10 >= 2
+
     def _backward(self, original: Call, tensors: object, seeds: object = None, *args: object, **more: object) -> None:
-        if self._pass is not None:  # a re-entrant checkpoint inside another
+        if self._pass is not None or self._rests:  # a re-entrant checkpoint inside another
             original(tensors, seeds, *args, **more)
             return
         losses = [t for t in tensors_in(tensors) if t.grad_fn is not None]
@@ -309,14 +310,6 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         result = original(context)
         low = torch.get_autocast_dtype(context.device) == torch.float16 and torch.is_autocast_enabled(context.device)
         self._low = self._low or (low and torch.is_grad_enabled())
-        return result
-
-    def _schedule(self, original: Call, schedule: object, *args: object, **more: object) -> object:
-        begins = getattr(schedule, "last_epoch", 0) < 0  # its constructor takes a first step
-        result = original(schedule, *args, **more)
-        watched = self._of(schedule.optimizer) if hasattr(schedule, "optimizer") else None
-        if watched is not None and not begins:
-            watched.see_rates(moved=True)
         return result
 
     def _at_the_end(self) -> None:

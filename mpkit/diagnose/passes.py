@@ -42,8 +42,7 @@ class Pass:
         with ExitStack() as stack:
             if plain:
                 stack.enter_context(without_autocast(device_of(network)))
-            stack.enter_context(self.watch)
-            stack.enter_context(self.watch.attached())  # in the backward pass too: re-entrant checkpoints run modules
+            stack.enter_context(self.watch)  # in the backward pass too: re-entrant checkpoints run modules
             loss = loss_of(network, batch, loss_fn)
             if not self.parameters:
                 raise ValueError(

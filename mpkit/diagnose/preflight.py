@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from mpkit.arguments import check_choice, checked
 from mpkit.casting import LEVELS
+from mpkit.diagnose.watch import checkable, numbers
 from mpkit.diagnose.words import WORDS, said
 from mpkit.formats import BF16, FP16, FP32, FP64, FloatFormat, dtype_name
 from mpkit.optimizers import BFloat16Weights
@@ -176,8 +177,7 @@ def _averages(network: nn.Module, average: nn.Module | None) -> Iterator[Finding
 def _is_finite(t: Tensor | None, *, mask: bool = False) -> bool:
     """Whether no inf or NaN is in it, but for -inf in what may be a `mask`; a lazy tensor, one on meta, and one of
     integers hold none."""
-    if t is None or nn.parameter.is_lazy(t) or t.is_meta or not (t.is_floating_point() or t.is_complex()):
+    if t is None or nn.parameter.is_lazy(t) or not checkable(t):
         return True
-    t = t.detach().coalesce().values() if t.is_sparse else t.detach()
-    values = t.float() if t.dtype.itemsize == 1 else t
-    return bool((values.isfinite() | (values == -math.inf) if mask else values.isfinite()).all())
+    values = numbers(t)
+    return bool((values.isfinite() | (values == -math.inf if mask else False)).all())

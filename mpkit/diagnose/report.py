@@ -26,8 +26,7 @@ class Report:
     verdict:     a key of `VERDICTS`.
     phase:       "forward", "backward", or "" when nothing was born in this step.
     module:      dotted path of the module where the first non-finite value was born, or the first digits were lost; for
-                 `bad_data`, `weights_non_finite` and `gradients_non_finite` the tensor that holds it, for
-                 `stale_scale` the clipped ones, the worst first.
+                 `bad_data`, `weights_non_finite` and `gradients_non_finite` the tensor that holds it.
     operation:   what torch calls the operation, or the cast or rounding it is.
     gradient_of: the forward operation whose gradient was being computed, in the backward pass.
     operands:    what went into that operation.
@@ -35,7 +34,6 @@ class Report:
     lost:        share (0..1) of the gradient values that become zero at scale 1 but are not zero in float32.
     lost_at_scale: the same at `scale`; NaN when that run is not finite. `lost_at_best`: at `max_scale`.
     loss:        in float32. `low_loss` is the loss in the low precision.
-    overshoot:   for `stale_scale` how many times too large the worst tensor's largest element is (2 and more).
     cures:       the changes that end it; each was tried on this batch.
     modules:     for each call of a module its relative error against float32, and the distinct rows left.
     beside:      what else was found, where the verdict is about the loop.
@@ -56,11 +54,9 @@ class Report:
     lost: float = math.nan
     lost_at_scale: float = math.nan
     lost_at_best: float = math.nan
-    overshoot: float = 1.0
     cures: tuple[Cure, ...] = ()
     modules: tuple[ModuleLoss, ...] = ()
     loss_of_module: ModuleLoss | None = None
-    scaled_later: bool = False
     beside: str = ""
 
     @property
@@ -103,14 +99,13 @@ class Report:
 
 _PLACES = {
     **dict.fromkeys(("bad_data", "weights_non_finite", "gradients_non_finite"), "held"),
-    **{"stale_scale": "clipped", "precision_lost": "digits", "lost_in_forward": "zeros"},
+    **{"precision_lost": "digits", "lost_in_forward": "zeros"},
 }
 _ALWAYS = {  # what to do at a verdict, whatever else was seen
     "scale_too_high": ("lower_it", "now_and_then"),
     "model_non_finite": ("repair_model",),
     "bad_data": ("repair_data",),
     "weights_non_finite": ("checkpoint", "check_skips"),
-    "stale_scale": ("current", "margin", "history"),
     "gradients_non_finite": ("clear",),
     "scale_zero": ("begin_again",),
 }
@@ -142,8 +137,6 @@ def _advice(report: Report) -> Iterator[str]:
 
 def _hint(report: Report) -> list[str]:
     """What is to be done about the operation in which it was born."""
-    if report.scaled_later:
-        return ["one_factor"]
     for operation in (report.gradient_of, report.operation.split(" ")[0]):
         for key, hint in WORDS["hints"].items():
             if key in operation.split("_") or ("_" in key and key in operation):

@@ -8,17 +8,15 @@ from functools import partial
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mpkit.arguments import check_choice, check_function, check_number, checked
 from mpkit.casting import LEVELS
-from mpkit.diagnose.copies import copied, copied_batch
 from mpkit.diagnose.cure import Cure, candidates, cures
-from mpkit.diagnose.passes import LossFn, Pass, Question, dtype_of, gradients_of, loss_of
+from mpkit.diagnose.passes import LossFn, Pass, Question, dtype_of
 from mpkit.diagnose.precision import ModuleLoss, module_losses
 from mpkit.diagnose.report import AS_IT_IS, IN_AUTOCAST, LOST_TOO_MUCH, Report
-from mpkit.diagnose.stale import stale_operands
-from mpkit.diagnose.watch import Event
+from mpkit.diagnose.watch import Event, finite
 from mpkit.formats import FloatFormat, dtype_name
 from mpkit.model.randomness import random_state, set_random_state
 
@@ -48,8 +46,7 @@ def diagnose(
                   A single tensor: the loss is loss_fn(network(batch)). A dict of inputs: loss_fn(network(**batch)).
         loss_fn:  gives a scalar; None if network(*batch) is the loss. A module, or a method of one, may have a state.
         level:    "O0", "O1", "O2", "O3" or "auto", put on a copy; None keeps the levels that the network has, and its
-                  dtype, and an autocast context around this call, whose dtype then counts. If the network has a recipe
-                  with delayed scales (`cast_like`), the report names the scales that are too large for this batch.
+                  dtype, and an autocast context around this call, whose dtype then counts.
         scale:    the loss scale to ask about (finite; 0, as a collapsed scaler has it, is explained).
         dtype:    what the level computes in: torch.float16, torch.bfloat16, or a FloatFormat to emulate.
     Raises:  TypeError, ValueError for wrong arguments, a network that cannot be copied or is TorchScript, a loss that
@@ -58,8 +55,12 @@ def diagnose(
     Edges:   infinities that an attention mask puts in on purpose are no fault as long as a softmax removes them. The
              search assumes that where a scale works, every smaller scale works too.
     """
-    _check(network, loss_fn, level)
-    kept = [name for name, p in network.named_parameters() if p.is_leaf and p.grad is not None and not _finite(p.grad)]
+    check_function("loss_fn", loss_fn, "a function (output, target) -> loss", optional=True)
+    if level is not None:
+        check_choice("level", level, LEVELS)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise TypeError("diagnose watches modules in Python, and TorchScript has none; give what it was made from")
+    kept = [name for name, p in network.named_parameters() if p.is_leaf and p.grad is not None and not finite(p.grad)]
     asked, scale = scale, scale or 1.0
     dtype = dtype_of(network, dtype) if level is None else dtype
     state = random_state(None)
@@ -87,8 +88,6 @@ def _diagnosed(asked: Question, scale: float) -> Report:
     report = _report(asked, scale, blame, full, low, largest)
     modules, first = module_losses(full.watch.calls, low.watch.calls, asked.step)
     report = replace(report, modules=modules)
-    if report.verdict == "healthy" and asked.level is None:
-        report = _with_stale_scales(report, asked)
     if report.verdict == "healthy":
         report = _lost_in_silence(report, full, low, first)
     return _with_cures(report, full, asked)
@@ -124,29 +123,16 @@ def _report(
         seen = {key: getattr(event, key) for key in ("phase", "module", "operation", "gradient_of", "operands")}
     if low is not None:
         seen |= {"max_scale": largest, "lost": full.lost(low.again(1.0))}
-        seen["scaled_later"] = event is not None and "mm" in event.operation and event.index in low.watch.scaled
     if low is not None and low.finite:
         seen["lost_at_scale"] = full.lost(low.gradients)
         seen |= {} if largest is None else {"lost_at_best": full.lost(low.again(largest))}
     return Report(verdict, full.loss, (low or full).loss, scale, level, dtype_name(asked.dtype), **seen)
 
 
-def _with_stale_scales(report: Report, asked: Question) -> Report:
-    """The report, or one that names the tensors that the delayed scales of a recipe cannot hold."""
-    asked.again()
-    network, loss_fn = copied(asked.network, asked.loss_fn)
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    batch = copied_batch(asked.batch)
-    stale = stale_operands(network, lambda: gradients_of(loss_of(network, batch, loss_fn), parameters, report.scale))
-    if not stale:
-        return report
-    return replace(report, verdict="stale_scale", module=", ".join(stale), overshoot=max(stale.values()))
-
-
 def _lost_in_silence(report: Report, full: Pass, low: Pass, first: ModuleLoss | None) -> Report:
     """Finite is not enough: gradients that no scale brings back, a module that lost its digits, a buffer its range."""
     buffers = zip(full.network.named_buffers(), low.network.named_buffers())
-    broken = [name for (name, wide), (_, narrow) in buffers if _finite(wide) and not _finite(narrow)]
+    broken = [name for (name, wide), (_, narrow) in buffers if finite(wide) and not finite(narrow)]
     lost = replace(report, verdict="precision_lost", phase="forward")
     if broken:
         return replace(lost, module=f"buffer {broken[0]}")
@@ -175,17 +161,3 @@ def _with_cures(report: Report, full: Pass, asked: Question) -> Report:
         return report
     tried = candidates(asked.network, report.module, asked.level, asked.autocast)
     return replace(report, cures=cures(tried, works))
-
-
-def _finite(t: Tensor) -> bool:
-    return bool((t.to_dense() if t.layout != torch.strided else t).isfinite().all())
-
-
-def _check(network: nn.Module, loss_fn: object, level: str | None) -> None:
-    check_function("loss_fn", loss_fn, "a function (output, target) -> loss", optional=True)
-    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
-        raise TypeError(
-            "diagnose watches modules in Python, and TorchScript has none; give the module it was made from"
-        )
-    if level is not None:
-        check_choice("level", level, LEVELS)

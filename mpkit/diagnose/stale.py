@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from torch import nn
 
 from mpkit.arguments import check_kind
-from mpkit.casting import ledger, recipe_of
 from mpkit.diagnose.words import said
 from mpkit.formats import E4M3FN, E5M2
 from mpkit.policies import tensor_scale_preset
-from mpkit.record import AmaxRecorder, AmaxTrace, Trace
+from mpkit.record import AmaxTrace, Trace
 from mpkit.replay.ceilings import flushed_by_current_scale
 from mpkit.replay.percent import percent
 from mpkit.replay.tensor_scales import replay_tensor_scales
 
 _FLUSHED_TOO_MUCH = 0.05
-_STALE = 2.0
 
 
 @dataclass(frozen=True)
@@ -72,33 +68,6 @@ def stale_scales(trace: AmaxTrace, preset: str = "te_delayed", **options: object
     return sorted(found, key=lambda stale: -stale.overshoot)
 
 
-def stale_operands(network: nn.Module, step: Callable[[], object]) -> dict[str, float]:
-    """Which tensors a delayed scale cannot hold while `step` runs the network forwards and backwards.
-
-    Returns "<path of the layer>.input" and the like -> how many times too large its largest element is, from 2 on, the
-    worst first. Smaller factors are left out: slowly growing tensors are clipped by very little in most steps, which is
-    no fault. {} where the network has no recipe with delayed scales.
-    """
-    recipes = {path: recipe for path, recipe in recipe_of(network).items() if recipe and recipe.delayed()}
-    if not recipes:
-        return {}
-    recorder = AmaxRecorder(network)
-    with ledger(network) as log:
-        step()
-    recorder.end_step()
-    recorder.close()
-    largest = {name: float(series[0]) for name, series in recorder.trace().series().items()}
-    found: dict[str, float] = {}
-    for row in log.operands:
-        cast = getattr(recipes.get(row.module), f"{row.product}_{row.operand}", None)
-        if cast is not None and cast.delayed:
-            path = f"{row.module}.{row.operand}"
-            overshoot = largest.get(path, 0.0) * row.scale_max / cast.element.max
-            if overshoot >= _STALE:
-                found[path.removeprefix(".")] = overshoot
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
 def recommend_recipe(
     trace: AmaxTrace, histograms: Trace | None = None, *, history_len: int = 1024
 ) -> tuple[str, tuple[str, ...]]:
@@ -124,14 +93,12 @@ def recommend_recipe(
     return "mxfp8" if flushed else "te_current" if stale else "te_hybrid_delayed", (*flushed, *seen)
 
 
-def _flushed_reasons(histograms: object) -> list[str]:
+def _flushed_reasons(histograms: Trace) -> list[str]:
     """One sentence for each of the three activations of which one scale would flush the largest shares to zero."""
     check_kind("histograms", histograms, Trace, "a Trace, as Recorder.trace() gives it")
-    assert isinstance(histograms, Trace)
-    if histograms.activations is None:
+    if (seen := histograms.activations) is None:
         raise ValueError("the trace has no histograms of activations; record it with Recorder(..., activations=True)")
-    shares = flushed_by_current_scale(histograms.activations, E4M3FN)
+    shares = flushed_by_current_scale(seen, E4M3FN)
     means = np.nanmean(np.where(np.isnan(shares).all(axis=0), 0.0, shares), axis=0)
     worst = [i for i in np.argsort(-means)[:3] if means[i] > _FLUSHED_TOO_MUCH]
-    names = histograms.activations.names
-    return [said("stale", "flushed", name=names[i], share=percent(means[i], 1)) for i in worst]
+    return [said("stale", "flushed", name=seen.names[i], share=percent(means[i], 1)) for i in worst]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from mpkit.arguments import check_kind
-from mpkit.casting.low import Low
+from mpkit.casting.low import values_of
 from mpkit.diagnose.cure import OUTSIDE, ROOT
 from mpkit.diagnose.precision import Call
 from mpkit.formats import FloatFormat, dtype_name
+from mpkit.record.histograms import real_values
 from mpkit.rounding import ROUNDING, TOLD
 
 
@@ -67,20 +69,18 @@ class Origin:
     """Where the inf and NaN of a tensor come from: the earliest `event`, or `leaves`, tensors that no operation made.
 
     meant:  the infinities among them that were put there on purpose, as an attention mask is; then it is no fault.
-    direct: the tensor is what the event itself made.
     """
 
     event: Event | None = None
     leaves: tuple[str, ...] = ()
     meant: frozenset[str] = frozenset()
-    direct: bool = False
 
 
 class Watch(TorchDispatchMode):
     """While entered, follows every inf and NaN from the operation or the tensor that it came from.
 
     Args:
-        network:  its modules give operations their path; use `attached()` around the forward pass.
+        network:  its modules give operations their path, and are noted down with what they made of what.
         leaves:   name -> tensor of everything the computation starts from.
     """
 
@@ -92,7 +92,6 @@ class Watch(TorchDispatchMode):
         self.backward = False
         self.calls: list[Call] = []  # of modules, in the forward pass
         self.zeroed: dict[tuple[str, str], float] = {}  # (module, operation) -> largest share of values made zero
-        self.scaled: set[int] = set()  # events whose result was multiplied or divided
         # The first forward operation that made +inf or NaN out of finite numbers, even if the loss is finite. A -inf
         # alone does not count: masks of -1e9 become that in float16, and a softmax rightly makes zeros of them.
         self.hidden: Event | None = None
@@ -100,40 +99,36 @@ class Watch(TorchDispatchMode):
         self._made: dict[int, tuple[Origin, Tensor]] = {}  # by storage; the tensor keeps the storage alive
         self._nodes: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module and operation
         self._path: list[str] = []
+        self._hooks: list[RemovableHandle] = []
         self._busy = False
         for name, t in leaves.items():
-            if _checkable(t) and not _finite(t):
+            if checkable(t) and not finite(t):
                 mask = _kinds(t) == {"-inf"} and not t.requires_grad  # a mask is not trained
                 self._made[_storage(t)] = Origin(None, (name,), frozenset({"-inf"} if mask else ())), t
 
     def __enter__(self) -> Watch:
         self._token = TOLD.set(self._rounded)
+        for name, module in self.network.named_modules():
+            enter, leave = (partial(hook, name or ROOT) for hook in (self._entered, self._left))
+            self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+            self._hooks.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
         TOLD.reset(self._token)
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """A context in which the modules of the network say where the computation is, and what they made of what."""
+    def _entered(self, name: str, *_: object) -> None:
+        self._path.append(name)
 
-        def left(name: str, module: nn.Module, args: object, kwargs: object, out: object) -> None:
-            del self._path[-1]
-            if not self.backward:
-                with self._alone():
-                    self.calls.append(Call.of(name, module, (args, kwargs), out))
-
-        with ExitStack() as stack:
-            for name, module in self.network.named_modules():
-                enter = module.register_forward_pre_hook(
-                    lambda *_, name=name or ROOT: self._path.append(name), prepend=True
-                )
-                leave = module.register_forward_hook(partial(left, name or ROOT), with_kwargs=True, always_call=True)
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
-            yield
+    def _left(self, name: str, module: nn.Module, args: object, kwargs: object, out: object) -> None:
+        del self._path[-1]
+        if not self.backward:
+            with self._alone():
+                self.calls.append(Call.of(name, module, (args, kwargs), out))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -179,7 +174,7 @@ class Watch(TorchDispatchMode):
 
     def _origins(self, tensors: Iterable[Tensor]) -> list[Origin]:
         """Of those that are not finite, as far as something is known."""
-        bad = [_storage(t) for t in tensors if not _finite(t)]
+        bad = [_storage(t) for t in tensors if not finite(t)]
         return [self._made[key][0] for key in bad if key in self._made]
 
     def _note(
@@ -192,10 +187,8 @@ class Watch(TorchDispatchMode):
         written: set[str] | frozenset[str] = frozenset(),
     ) -> None:
         """What came out and is not finite comes from what went in and was not meant; else it is a new event."""
-        bad = [t for t in made if not _finite(t)]
+        bad = [t for t in made if not finite(t)]
         if bad:
-            if operation in ("mul", "div"):
-                self.scaled |= {origin.event.index for origin in before if origin.direct and origin.event is not None}
             guilty = [origin for origin in before if not origin.meant]
             kinds = set[str]().union(*map(_kinds, bad))
             origin = _merged(guilty) if guilty else self._new(operation, before, kinds, operands, inputs, written)
@@ -214,10 +207,10 @@ class Watch(TorchDispatchMode):
         # a constant of another module brought in what this one chokes on; a softmax accepts the infinities of a mask,
         # so that where it gives NaN, for a row without any finite number, the fault is its own
         elsewhere = first.module != module and "softmax" not in operation
-        return Origin(first if elsewhere else event, direct=not elsewhere)
+        return Origin(first if elsewhere else event)
 
     def _flushed(self, operation: str, inputs: list[Tensor], out: Tensor) -> None:
-        if not self.backward and _checkable(out):
+        if not self.backward and checkable(out):
             key = self._where(), operation
             self.zeroed[key] = max(_share_zeroed(operation, inputs, out), self.zeroed.get(key, 0.0))
 
@@ -239,28 +232,18 @@ def _merged(origins: list[Origin]) -> Origin:
 
 
 def _tensors(nest: object) -> list[Tensor]:
-    return [t for t in tree_leaves(nest) if isinstance(t, Tensor) and _checkable(t)]
-
-
-def _stored(t: Tensor) -> Tensor:
-    """The dense tensor that holds the numbers of a dense or sparse one, or of one in a format."""
-    if isinstance(t, Low):
-        return t.values
-    if t.layout == torch.strided:
-        return t
-    return t._values() if t.layout == torch.sparse_coo else t.values()
+    return [t for t in tree_leaves(nest) if isinstance(t, Tensor) and checkable(t)]
 
 
 def _storage(t: Tensor) -> int:
-    return _stored(t).untyped_storage()._cdata
+    values = t._values() if t.layout == torch.sparse_coo else values_of(t)
+    return values.untyped_storage()._cdata
 
 
-def _numbers(t: Tensor) -> Tensor:
-    """Them as real numbers of a dtype that every operation knows: of a complex one the real and imaginary parts."""
-    t = _stored(t).detach()
-    if t.is_complex():
-        return torch.view_as_real(t.resolve_conj())
-    return t.float() if t.dtype.itemsize == 1 else t
+def numbers(t: Tensor) -> Tensor:
+    """What it stores, as real numbers of a dtype that every operation knows."""
+    values = real_values(t)
+    return values.float() if values.dtype.itemsize == 1 else values
 
 
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -269,29 +252,28 @@ _KINDS = {math.inf: "inf", -math.inf: "-inf"}
 _FLUSHING = ("_to_copy", "mul", "div", "exp", "_softmax", "pow", "sigmoid")  # zero from what is none
 
 
-def _checkable(t: Tensor) -> bool:
+def checkable(t: Tensor) -> bool:
     if t._is_zerotensor():  # a tangent of zeros, as forward mode makes for a bias: it has no memory to read
         return False
     kind = (t.is_floating_point() and t.dtype not in _PACKED) or t.is_complex()
     return kind and t.layout in _LAYOUTS and t.device.type != "meta" and t.numel() > 0
 
 
-def _finite(t: Tensor) -> bool:
-    return bool(_numbers(t).isfinite().all())
+def finite(t: Tensor) -> bool:
+    return bool(numbers(t).isfinite().all())
 
 
 def _kinds(t: Tensor) -> set[str]:
-    t = _numbers(t)
+    t = numbers(t)
     found = {"nan": t.isnan(), "inf": t == math.inf, "-inf": t == -math.inf}
     return {kind for kind, where in found.items() if bool(where.any())}
 
 
 def _share_zeroed(operation: str, inputs: list[Tensor], out: Tensor) -> float:
     """Share of the results that are zero though nothing that went in was; minus infinity rightly becomes one."""
-    zero = _numbers(out) == 0
-    for t in inputs if bool(zero.any()) else ():
-        numbers = _numbers(t)
-        there = numbers != (-math.inf if operation in ("exp", "softmax", "sigmoid") else 0)
+    zero = numbers(out) == 0
+    for given in map(numbers, inputs if bool(zero.any()) else ()):
+        there = given != (-math.inf if operation in ("exp", "softmax", "sigmoid") else 0)
         fits = all(a in (1, b) for a, b in zip(reversed(there.shape), reversed(zero.shape)))
         zero = zero & there if there.dim() <= zero.dim() and fits else zero
     return float(zero.double().mean())
@@ -302,10 +284,10 @@ def _operands(tensors: list[Tensor]) -> tuple[Operand, ...]:
 
 
 def _operand(t: Tensor) -> Operand:
-    numbers = _numbers(t).reshape(-1)
-    finite = numbers[numbers.isfinite()].double()
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (math.nan, math.nan)
-    return Operand(t.dtype, tuple(t.shape), low, high, numbers.numel() - finite.numel())
+    values = numbers(t).reshape(-1)
+    known = values[values.isfinite()].double()
+    low, high = map(float, torch.aminmax(known)) if known.numel() else (math.nan, math.nan)
+    return Operand(t.dtype, tuple(t.shape), low, high, values.numel() - known.numel())
 
 
 def _operation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
