@@ -8,8 +8,18 @@ import torch
 
 from mpkit.optimizers.arguments import Beta, Decay, Positive, Rate
 from mpkit.optimizers.base import Optimizer
-from mpkit.optimizers.many import Many
-from mpkit.optimizers.update import Update, root, unbiased
+from mpkit.optimizers.update import Many, Update, root, unbiased
+
+
+class Betas(Optimizer):
+    """What Adam and its relatives are given first."""
+
+    slots = {"moment1": 0.0, "moment2": 0.0}
+
+    learning_rate: Rate = 1e-3
+    beta1: Beta = 0.9
+    beta2: Beta = 0.999
+    eps: Positive = 1e-8
 
 
 def moments(u: Update) -> tuple[Many, Many]:
@@ -18,7 +28,7 @@ def moments(u: Update) -> tuple[Many, Many]:
     return u.mix("moment1", b1, u.g), u.mix("moment2", b2, u.g, u.g)
 
 
-class Adam(Optimizer):
+class Adam(Betas):
     """`m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w -= lr sqrt(1-b2^t) / (1-b1^t) * m / (sqrt(v) + eps)`.
 
     Args:
@@ -42,15 +52,11 @@ class Adam(Optimizer):
     slots = {"moment1": 0.0, "moment2": 0.0, "largest2": 0.0}
     switched = {"largest2": "use_amsgrad"}
     refused = {
-        "use_lazy, use_offload and use_amsgrad exclude each other; choose one": lambda given: (
-            given["use_lazy"] + given["use_offload"] + given["use_amsgrad"] > 1
+        "use_lazy, use_offload or use_amsgrad, not two": lambda g: (
+            g["use_lazy"] + g["use_offload"] + g["use_amsgrad"] > 1
         )
     }
 
-    learning_rate: Rate = 1e-3
-    beta1: Beta = 0.9
-    beta2: Beta = 0.999
-    eps: Positive = 1e-8
     use_locking: bool = False
     use_nesterov: bool = False
     weight_decay: Decay = 0.0
@@ -96,7 +102,7 @@ class AdamOffload(Adam):
     use_amsgrad: bool = field(default=False, init=False)
 
 
-class AdamWeightDecay(Optimizer):
+class AdamWeightDecay(Betas):
     """`m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w -= lr (m / (sqrt(v) + eps) + weight_decay w)`.
 
     Decoupled decay and no bias correction: the first steps are about (1-b1) / sqrt(1-b2) = 3.16 times lr in size.
@@ -107,12 +113,8 @@ class AdamWeightDecay(Optimizer):
              original forms 1 - b2 in float32, an error of 5e-5 in v that is not copied.
     """
 
-    slots = {"moment1": 0.0, "moment2": 0.0}
     decays_itself = True
 
-    learning_rate: Rate = 1e-3
-    beta1: Beta = 0.9
-    beta2: Beta = 0.999
     eps: Positive = 1e-6
     weight_decay: Decay = 0.0
 
@@ -122,7 +124,7 @@ class AdamWeightDecay(Optimizer):
         u.descend(m, u.lr, over=v.sqrt().add_(u["eps"]))
 
 
-class AdaMax(Optimizer):
+class AdaMax(Betas):
     """`m = b1 m + (1-b1) g;  n = max(b2 n, |g|);  w -= lr / (1 - b1^t) * m / (n + eps)`.
 
     Args:  as `Adam`.
@@ -132,10 +134,6 @@ class AdaMax(Optimizer):
 
     slots = {"moment1": 0.0, "largest": 0.0}
 
-    learning_rate: Rate = 1e-3
-    beta1: Beta = 0.9
-    beta2: Beta = 0.999
-    eps: Positive = 1e-8
     weight_decay: Decay = 0.0
     loss_scale: Positive = 1.0
 
@@ -145,7 +143,7 @@ class AdaMax(Optimizer):
         u.descend(m, u.lr / unbiased(b1, u.t), over=n + u["eps"])
 
 
-class Lamb(Optimizer):
+class Lamb(Betas):
     """`r = m' / (sqrt(v') + eps) + weight_decay w;  w -= lr |w| / |r| r`, m' and v' Adam's moments corrected for bias.
 
     The ratio of the norms is 1 where either is 0.
@@ -156,13 +154,10 @@ class Lamb(Optimizer):
              kernel runs on no CPU). The composed version of MindSpore 1.x clipped the ratio to [0, 10]; this does not.
     """
 
-    slots = {"moment1": 0.0, "moment2": 0.0}
     decays_itself = True
     sliced = False
 
     learning_rate: Rate
-    beta1: Beta = 0.9
-    beta2: Beta = 0.999
     eps: Positive = 1e-6
     weight_decay: Decay = 0.0
 

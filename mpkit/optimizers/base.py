@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from mpkit.arguments import check_alike, check_count
-from mpkit.optimizers.arguments import Declared, Params, centralized, parameters_of
-from mpkit.optimizers.groups import Group, Grouped, split_groups
-from mpkit.optimizers.many import Many, Number
+from mpkit.optimizers.arguments import Declared, Group, Grouped, Params, centralized, parameters_of, split_groups
 from mpkit.optimizers.saved import check_saved
-from mpkit.optimizers.update import Update, follow_, silenced
+from mpkit.optimizers.update import Many, Number, Update, follow_, silenced
 
 Loss = TypeVar("Loss")
 
@@ -46,7 +44,24 @@ OWN = {"params", "learning_rate", "loss_scale", "count_skipped", "faithful"} | {
 """Arguments of an optimizer; all others are options of its groups."""
 
 
-class Optimizer(Declared, Grouped):
+class Closing:
+    """What an optimizer does with the closure of a step."""
+
+    _plain_closure = False  # while that of a step without `found_inf` and `grad_scale` runs, which unscales nothing
+
+    def evaluated(self, closure: Callable[[], Loss] | None) -> Loss | None:
+        """What the closure returns, called with gradients enabled; None without one."""
+        if closure is None:
+            return None
+        self._plain_closure = all(getattr(self, name, None) is None for name in TOLD)
+        try:
+            with torch.enable_grad():
+                return closure()
+        finally:
+            self._plain_closure = False
+
+
+class Optimizer(Declared, Closing, Grouped):
     """Base of mpkit's optimizers: a `torch.optim.Optimizer` with MindSpore's groups, decay and loss scale.
 
     Before the formula of a subclass, gradients pass through (S the static `loss_scale`):
@@ -97,7 +112,6 @@ class Optimizer(Declared, Grouped):
     decay_filter = True  # False where MindSpore ignores the beta/gamma rule
     centralizes = True
     by_axes = False  # True where matrices have another state than vectors
-    _plain_closure = False  # see `evaluated`
     sliced = True  # False where a number depends on the others of its tensor, or nothing is computed on the way
 
     def __post_init__(self) -> None:
@@ -151,10 +165,13 @@ class Optimizer(Declared, Grouped):
         return int(self._counts["global_step"])
 
     def _count_on_device(self, device: torch.device) -> None:
-        """From now on the counters are tensors, because only the device knows which steps were skipped."""
+        """From now on the counters are tensors, because only the device knows which steps were skipped.
+
+        In float64: arithmetic with int64 would take torch's default dtype.
+        """
         for held, name in [(self._counts, "global_step"), *((group, "updates") for group in self.param_groups)]:
             if isinstance(held[name], int):
-                held[name] = torch.full((), held[name], dtype=torch.int64, device=device)
+                held[name] = torch.full((), held[name], dtype=torch.float64, device=device)
 
     # -- the step
 
@@ -166,21 +183,21 @@ class Optimizer(Declared, Grouped):
         Edges:   attributes `found_inf` (skip where not 0) and `grad_scale` (divide gradients by it), both one-element
                  float32 tensors or None, are read as torch.amp.GradScaler sets them.
         """
-        loss, keep = evaluated(self, closure), None
+        loss, keep = self.evaluated(closure), None
         found, scale = (getattr(self, name, None) for name in TOLD)
         if found is not None and found.device.type in AT_HAND and not torch.compiler.is_compiling():
             if found.numpy(force=True).any():
                 self._counts["global_step"] += self.count_skipped
                 return loss
         elif found is not None:
-            keep = (found.reshape(()) == 0).float()
+            keep = (found.reshape(()) == 0).double()
             self._count_on_device(keep.device)
         elif torch.compiler.is_compiling():  # a number would be a constant of the graph, and be compiled for each time
             self._count_on_device(self.param_groups[0]["params"][0].device)
         # before anything moves: a rate or a decay that is none, and a gradient that is not taken, raise here
         numbers = [(self._rate(group), self._decay(group)) for group in self.param_groups]
         parts = [self._alike(group) for group in self.param_groups]
-        one = 1 if keep is None else keep.to(torch.int64)
+        one = 1 if keep is None else keep
         for group, (lr, decay), alike in zip(self.param_groups, numbers, parts):
             for chosen in alike:
                 self._update(group, chosen, lr, decay, keep, scale)
@@ -222,11 +239,9 @@ class Optimizer(Declared, Grouped):
             at = tuple(grad.indices())
             grads, weights, *parts = [grad.values()], *([xs[0][at]] for xs in (whole, *states.values()))
             states = dict(zip(states, parts))
-        dtype, device, t = weights[0].dtype, weights[0].device, group["updates"] + 1
-        lr, decay = (x.to(device) if isinstance(x, Tensor) else x for x in (lr, decay))
-        keep = None if keep is None else keep.to(device, dtype)
-        if isinstance(t, Tensor):
-            t = t.to(device).double()  # arithmetic with an int64 tensor would take torch's default dtype
+        dtype, device = weights[0].dtype, weights[0].device
+        numbers: Any = (lr, decay, group["updates"] + 1, keep)
+        lr, decay, t, keep = (x.to(device) if isinstance(x, Tensor) else x for x in numbers)
         g = Many(grads if grads[0].dtype == dtype else [grad.to(dtype) for grad in grads])
         if scale is not None:
             g = g.times(scale.to(device).reshape(()).reciprocal())
@@ -308,18 +323,3 @@ class Optimizer(Declared, Grouped):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name not in PATCHES and "_hooks" not in name}
-
-
-def evaluated(optimizer: Any, closure: Callable[[], Loss] | None) -> Loss | None:
-    """What the closure of a step returns, called with gradients enabled; None without one.
-
-    While the closure of a step without `found_inf` and `grad_scale` runs, the optimizer says that it unscales nothing.
-    """
-    if closure is None:
-        return None
-    optimizer._plain_closure = all(getattr(optimizer, name, None) is None for name in TOLD)
-    try:
-        with torch.enable_grad():
-            return closure()
-    finally:
-        optimizer._plain_closure = False

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -75,15 +76,10 @@ class BFloat16Weights(Wrapper):
     ) -> None:
         super().__init__(optimizer)
         if getattr(optimizer, "knows_its_parameters", False):
-            name = type(optimizer).__name__
-            raise TypeError(
-                f"{name} tells parameters by their identity, and float32 ones take their place in each step; wrap the "
-                f"other way round: {name}(BFloat16Weights(optimizer), ...)"
-            )
+            raise TypeError(f"{type(optimizer).__name__} knows its parameters; put it around this wrapper, not inside")
         if not any(p.dtype is torch.bfloat16 for p in parameters_of(optimizer)):
             raise ValueError("no parameter is bfloat16, so nothing would be rounded; network.to(torch.bfloat16) first")
-        self.way: Way = way
-        self.generator = generator
+        self.way, self.generator = way, generator
         self._wide: dict[Tensor, Tensor] = {}  # bfloat16 parameter -> its float32 stand-in, empty between steps
         self._lost: dict[Tensor, Tensor] = {}  # what rounding lost, where way is "kahan"
         self._low()
@@ -120,10 +116,9 @@ class BFloat16Weights(Wrapper):
 
     def apply(self) -> None:
         """Some parameters after the other: the optimizer inside makes a step for each lot, and counts one for all."""
-        moved, total = [p for p in self._low() if p.grad is not None], 0
+        moved = [p for p in self._low() if p.grad is not None]
         most, lots = max((p.numel() for p in moved), default=0), defaultdict[int, list[Tensor]](list)
-        for p in moved:
-            total += p.numel()
+        for p, total in zip(moved, accumulate(p.numel() for p in moved)):
             lots[total // max(most, 1)].append(p)
         others = {p: p.grad for p in parameters_of(self) if p not in self._wide}
         counters = [*self.param_groups, getattr(inner(self), "_counts", {})]
@@ -158,11 +153,8 @@ class BFloat16Weights(Wrapper):
 
     def check_state(self, saved: dict[str, Any]) -> None:
         """Raise TypeError or ValueError for a state of another way or other parameters."""
-        name = "the state of BFloat16Weights"
-        check_alike(name, saved, {"way": None})
-        if saved["way"] != self.way:
-            raise ValueError(f"this state belongs to way={saved['way']!r}, this optimizer has way={self.way!r}")
-        check_alike(name, saved, {"inner": {}, "lost": self._lost_now(), "generator": None})
+        own: dict[str, Any] = {"way": None, "inner": {}, "lost": self._lost_now(), "generator": None}
+        check_alike("the state of BFloat16Weights", saved, own)
         check_kind("generator", saved["generator"], Tensor, "a generator's state", optional=True)
         with self._float32(self._low()):  # a state is checked, and cast by torch, beside the weights it belongs to
             check_state(self.optimizer, saved["inner"])

@@ -13,7 +13,7 @@ from mpkit.arguments import check_alike, check_kind
 FREE = frozenset({"params", "param_names", "lr", "weight_decay"}) | {  # may be there or not: schedules are not saved
     *("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")  # and torch's leave their marks
 }
-BASES = ("Optimizer", "Grouped", "Wrapper")
+BASES = ("Optimizer", "Grouped", "Wrapper", "Betas")
 
 
 def check_saved(optimizer: Optimizer, saved: Any, *, whole: bool = False) -> None:

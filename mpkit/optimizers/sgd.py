@@ -49,9 +49,7 @@ class SGD(Optimizer):
     slots = {"velocity": 0.0}
     switched = {"velocity": "momentum"}
     refused = {
-        "nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}": lambda given: (
-            given["nesterov"] and (given["momentum"] == 0 or given["dampening"] != 0)
-        )
+        "nesterov needs a momentum and dampening 0": lambda g: g["nesterov"] and (not g["momentum"] or g["dampening"])
     }
     sliced = False
 
@@ -85,10 +83,8 @@ class Rprop(Optimizer):
 
     slots = {"before": 0.0, "step": 0.0}
     refused = {
-        "need 0 < etas[0] < 1 < etas[1], got {etas}": lambda given: not given["etas"][0] < 1 < given["etas"][1],
-        "need step_sizes[0] < step_sizes[1], got {step_sizes}": lambda given: (
-            not given["step_sizes"][0] < given["step_sizes"][1]
-        ),
+        "need 0 < etas[0] < 1 < etas[1], got {etas}": lambda g: not g["etas"][0] < 1 < g["etas"][1],
+        "need step_sizes that ascend, got {step_sizes}": lambda g: g["step_sizes"][0] >= g["step_sizes"][1],
     }
 
     learning_rate: Rate = 0.1

@@ -254,19 +254,6 @@ def test_ftrl_for_other_powers_than_the_root(power: float) -> None:
         torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-15)
 
 
-def test_ftrl_refuses_a_rate_that_came_down_to_zero_before_anything_moves():
-    p = nn.Parameter(torch.ones(2))
-    optimizer = opt.FTRL([p], learning_rate=0.5)
-    stepped(optimizer)
-    before, state = p.tolist(), {name: x.tolist() for name, x in optimizer.state[p].items()}
-    optimizer.param_groups[0]["lr"] = 0.0
-    with pytest.raises(ValueError, match="end above 0"):
-        stepped(optimizer)
-    assert p.tolist() == before
-    assert {name: x.tolist() for name, x in optimizer.state[p].items()} == state
-    assert optimizer.global_step == 1
-
-
 def test_adagrad_without_update_slots_keeps_its_accumulator():
     p = nn.Parameter(torch.tensor([1.0]))
     optimizer = opt.Adagrad([p], 0.25, 0.1, update_slots=False)
