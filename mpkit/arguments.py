@@ -5,11 +5,11 @@ A number is an int or a float, of Python or NumPy; a bool is none. What is check
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial, wraps
-from inspect import Parameter, signature
+from inspect import signature
+from math import inf
 from numbers import Integral, Real
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -31,13 +31,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def check_number(
-    name: str,
-    value: object,
-    *,
-    low: float = 0.0,
-    high: float = math.inf,
-    open_low: bool = False,
-    closed_high: bool = False,
+    name: str, value: object, *, low: float = 0.0, high: float = inf, open_low: bool = False, closed_high: bool = False
 ) -> float:
     """Raise unless `value` is a number in [low, high); `open_low` leaves low out, `closed_high` lets high in; -> float.
 
@@ -53,7 +47,7 @@ def check_number(
     return float(value)
 
 
-def check_float(name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False) -> float:
+def check_float(name: str, value: object, *, low: float = 0.0, high: float = inf, open_low: bool = False) -> float:
     """As `check_number`, and a TypeError for an int."""
     if not isinstance(value, float | np.floating):
         raise TypeError(f"{name} must be a float, got {value!r}")
@@ -85,10 +79,11 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> str:
     return value
 
 
-def check_kind(name: str, value: object, kind: type | tuple[type, ...], what: str, *, optional: bool = False) -> None:
-    """Raise TypeError unless `value` is of `kind`, which the message calls `what` (or None where `optional`)."""
+def check_kind(name: str, value: Value, kind: type | tuple[type, ...], what: str, *, optional: bool = False) -> Value:
+    """Raise TypeError unless `value` is of `kind`, which the message calls `what` (or None where `optional`); -> it."""
     if not (isinstance(value, kind) or (optional and value is None)):
         raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, got {kind_of(value)}")
+    return value
 
 
 def check_function(name: str, value: object, what: str, *, optional: bool = False) -> None:
@@ -105,9 +100,7 @@ def checks_of(function: Callable[..., object]) -> dict[str, Callable[[str, Any],
     instance where it is a class of torch or mpkit; also with `| None`. Nothing elsewhere.
     """
     hints = get_type_hints(function, include_extras=True)
-    named = {name: p for name, p in signature(function).parameters.items() if name != "self"}
-    many = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return {name: _anything if p.kind in many else _check_of(hints.get(name)) for name, p in named.items()}
+    return {name: _check_of(hints.get(name)) for name in signature(function).parameters if name != "self"}
 
 
 def checked(function: Function) -> Function:
@@ -136,14 +129,9 @@ def _check_of(hint: Any) -> Callable[[str, Any], Any]:
         inside = _check_of(next(part for part in parts if part is not NoneType))
         return lambda name, value: None if value is None else inside(name, value)
     if isinstance(hint, type) and hint.__module__.split(".")[0] in ("torch", "mpkit"):
-        return partial(_instance, hint)
-    return _anything
-
-
-def _instance(hint: type, name: str, value: Value) -> Value:
-    what = {"Module": "an nn.Module", "Tensor": "a tensor", "Optimizer": "a torch.optim.Optimizer"}
-    check_kind(name, value, hint, what.get(hint.__name__, f"a {hint.__name__}"))
-    return value
+        called = {"Module": "an nn.Module", "Tensor": "a tensor", "Optimizer": "a torch.optim.Optimizer"}
+        return partial(check_kind, kind=hint, what=called.get(hint.__name__, f"a {hint.__name__}"))
+    return lambda _, value: value
 
 
 class Checked:
@@ -160,10 +148,6 @@ class Checked:
 def check_flag(name: str, value: Value) -> Value:
     """Raise unless `value` is True or False; -> it."""
     check_flags(**{name: value})
-    return value
-
-
-def _anything(_: str, value: Value) -> Value:
     return value
 
 
@@ -185,23 +169,21 @@ def check_alike(name: str, saved: Any, own: object) -> None:
     """
     from torch import Tensor  # a worker of an experiment starts without it
 
+    if isinstance(own, list | tuple):
+        check_kind(name, saved, (list, tuple), "a list, as it was saved")
+        if len(saved) != len(own):
+            raise ValueError(f"{name} needs {len(own)} entries, got {len(saved)}: it was saved by another object")
+        own, saved = dict(enumerate(own)), dict(enumerate(saved))
     if isinstance(own, Mapping):
         check_kind(name, saved, Mapping, "a dict, as it was saved")
         if missing := [str(key) for key in own if key not in saved]:
             raise ValueError(f"{name} lacks {', '.join(missing)}: it was saved by another object")
         for key, value in own.items():
             check_alike(f"{name}[{key!r}]", saved[key], value)
-    elif isinstance(own, list | tuple):
-        check_kind(name, saved, (list, tuple), "a list, as it was saved")
-        if len(saved) != len(own):
-            raise ValueError(f"{name} needs {len(own)} entries, got {len(saved)}: it was saved by another object")
-        for i, (theirs, ours) in enumerate(zip(saved, own)):
-            check_alike(f"{name}[{i}]", theirs, ours)
     elif isinstance(own, Tensor):
         check_kind(name, saved, Tensor, "a tensor, as it was saved")
         if saved.shape != own.shape or saved.is_floating_point() != own.is_floating_point():
-            ours, theirs = ((tuple(t.shape), t.dtype) for t in (own, saved))
-            raise ValueError(f"{name} needs shape {ours[0]} and a kind like {ours[1]}, got {theirs[0]} {theirs[1]}")
+            raise ValueError(f"{name} needs {own.dtype} of shape {own.shape}, got {saved.dtype} of shape {saved.shape}")
     elif isinstance(own, bool):
         check_flags(**{name: saved})
     elif isinstance(own, Real) and not is_number(saved):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, overload
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ __all__ = [
     "NaturalExpDecayLR", "PolynomialDecayLR", "WarmUpLR", "cosine_decay_lr", "exponential_decay_lr", "inverse_decay_lr",
     "lambda_lr", "natural_exp_decay_lr", "piecewise_constant_lr", "polynomial_decay_lr", "warmup_lr",
 ]  # fmt: skip
-
-MOST = 10**8
-"""Rates in a list."""
 
 
 def _counted(name: str, value: object) -> int:
@@ -63,10 +60,6 @@ class LearningRateSchedule:
              tensor result once, which agrees to 1e-6 of max(lr, 0.1).
     """
 
-    @overload
-    def __call__(self, step: Tensor) -> Tensor: ...
-    @overload
-    def __call__(self, step: int | float) -> float: ...
     def __call__(self, step: At) -> At:
         if isinstance(step, Tensor):
             return torch.as_tensor(self.rate(step.double()), dtype=torch.float64, device=step.device).float()
@@ -273,21 +266,15 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
         raise ValueError(f"need one rate per milestone, got {len(milestone)} milestones, {len(learning_rates)} rates")
     rates: list[float] = []
     for step, rate in zip(milestone, learning_rates):
-        step = _length("milestone", step)
+        step = _counted("milestone", step)
         if step < len(rates):
             raise ValueError(f"milestones must not decrease, got {list(milestone)}")
         rates += [check_float("learning_rates", rate, low=-math.inf)] * (step - len(rates))
     return rates
 
 
-def _length(name: str, value: object) -> int:
-    if (length := check_count(name, value)) > MOST:
-        raise ValueError(f"{name} must be at most {MOST}, for a list has one rate for each step; a schedule has no end")
-    return length
-
-
 def _by_epoch(schedule: LearningRateSchedule, total_step: int, step_per_epoch: int) -> list[float]:
-    steps = torch.arange(_length("total_step", total_step), device="cpu")
+    steps = torch.arange(_counted("total_step", total_step), device="cpu")
     epochs = steps.div(_counted("step_per_epoch", step_per_epoch), rounding_mode="floor")
     return torch.as_tensor(schedule.rate(epochs.double())).tolist()
 
@@ -305,8 +292,7 @@ def exponential_decay_lr(
     Raises:  TypeError for an int rate or a float count; ValueError for a rate or count that is not positive.
     Source:  MindSpore 2.7 nn.dynamic_lr.exponential_decay_lr.
     """
-    schedule = ExponentialDecayLR(learning_rate, decay_rate, decay_epoch, is_stair)
-    return _by_epoch(schedule, total_step, step_per_epoch)
+    return _by_epoch(ExponentialDecayLR(learning_rate, decay_rate, decay_epoch, is_stair), total_step, step_per_epoch)
 
 
 def natural_exp_decay_lr(
@@ -322,8 +308,7 @@ def natural_exp_decay_lr(
     Raises:  as `exponential_decay_lr`.
     Source:  MindSpore 2.7 nn.dynamic_lr.natural_exp_decay_lr.
     """
-    schedule = NaturalExpDecayLR(learning_rate, decay_rate, decay_epoch, is_stair)
-    return _by_epoch(schedule, total_step, step_per_epoch)
+    return _by_epoch(NaturalExpDecayLR(learning_rate, decay_rate, decay_epoch, is_stair), total_step, step_per_epoch)
 
 
 def inverse_decay_lr(
@@ -339,8 +324,7 @@ def inverse_decay_lr(
     Raises:  as `exponential_decay_lr`.
     Source:  MindSpore 2.7 nn.dynamic_lr.inverse_decay_lr.
     """
-    schedule = InverseDecayLR(learning_rate, decay_rate, decay_epoch, is_stair)
-    return _by_epoch(schedule, total_step, step_per_epoch)
+    return _by_epoch(InverseDecayLR(learning_rate, decay_rate, decay_epoch, is_stair), total_step, step_per_epoch)
 
 
 def cosine_decay_lr(
@@ -407,4 +391,4 @@ def lambda_lr(
         rate = group["lr"]
         group["lr"] = torch.ones_like(rate) if isinstance(rate, Tensor) else 1.0
         group["initial_lr"] = 1.0
-    return LambdaLR(optimizer, [each.__call__ for each in schedules])
+    return LambdaLR(optimizer, [each.__call__ for each in schedules])  # type: ignore[misc]

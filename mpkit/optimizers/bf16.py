@@ -149,11 +149,11 @@ class BFloat16Weights(Wrapper):
         with self._float32(()):
             inside = self.optimizer.state_dict()
         generator = None if self.generator is None else self.generator.get_state()
-        return {"inner": inside, "way": self.way, "lost": [x.clone() for x in self._lost_now()], "generator": generator}
+        return {"inner": inside, "lost": [x.clone() for x in self._lost_now()], "generator": generator}
 
     def check_state(self, saved: dict[str, Any]) -> None:
         """Raise TypeError or ValueError for a state of another way or other parameters."""
-        own: dict[str, Any] = {"way": None, "inner": {}, "lost": self._lost_now(), "generator": None}
+        own: dict[str, Any] = {"inner": {}, "lost": self._lost_now(), "generator": None}
         check_alike("the state of BFloat16Weights", saved, own)
         check_kind("generator", saved["generator"], Tensor, "a generator's state", optional=True)
         with self._float32(self._low()):  # a state is checked, and cast by torch, beside the weights it belongs to

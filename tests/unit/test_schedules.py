@@ -88,15 +88,6 @@ def test_a_list_is_told_by_its_rates_alone():
         s.ListedLR((0.1,), {})
 
 
-def test_a_list_has_a_greatest_length(monkeypatch):
-    with pytest.raises(ValueError, match="at most 100000000"):
-        s.warmup_lr(0.1, 10**8 + 1, 3, 1)
-    monkeypatch.setattr(s, "MOST", 4)
-    assert len(s.warmup_lr(0.1, 4, 3, 1)) == 4
-    with pytest.raises(ValueError, match="at most 4"):
-        s.warmup_lr(0.1, 5, 3, 1)
-
-
 def test_one_schedule_per_group_drives_a_torch_optimizer():
     params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=1.0)
