@@ -183,7 +183,7 @@ def check_alike(name: str, saved: Any, own: object) -> None:
     elif isinstance(own, Tensor):
         check_kind(name, saved, Tensor, "a tensor, as it was saved")
         if saved.shape != own.shape or saved.is_floating_point() != own.is_floating_point():
-            raise ValueError(f"{name} needs {own.dtype} of shape {own.shape}, got {saved.dtype} of shape {saved.shape}")
+            raise ValueError(f"{name} needs shape {[*own.shape]}, {own.dtype}, got {[*saved.shape]}, {saved.dtype}")
     elif isinstance(own, bool):
         check_flags(**{name: saved})
     elif isinstance(own, Real) and not is_number(saved):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_flags, check_kind
+from mpkit.arguments import check_kind
 
 _IN_KERNEL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NO_GRADIENTS = (
@@ -32,12 +31,8 @@ def all_finite(tensors: Sequence[Tensor | None]) -> Tensor:
     >>> all_finite([torch.tensor([65504.0]).half(), torch.arange(3)])
     tensor(True)
     """
-    if isinstance(tensors, Tensor) or not isinstance(tensors, list | tuple):
-        raise TypeError(f"all_finite needs a tuple or list of tensors, got {type(tensors).__name__}; wrap it: [x]")
-    present = [t for t in tensors if t is not None]
-    for t in present:
-        if not isinstance(t, Tensor):
-            raise TypeError(f"all_finite needs tensors, got {type(t).__name__} among them; flatten nested containers")
+    check_kind("tensors", tensors, (list, tuple), "a tuple or list of tensors; for one x write [x]")
+    present = [check_kind("each of tensors", t, Tensor, "a tensor or None") for t in tensors if t is not None]
     if not present:
         raise ValueError(f"all_finite needs at least one tensor; {_NO_GRADIENTS}")
     home = present[0].device
@@ -88,20 +83,19 @@ def check_and_unscale_(
     Source:  MindSpore amp's unscale for the rounding; the kernel is the one of torch.amp.GradScaler.
     """
     check_kind("grads", grads, (list, tuple), "a list of tensors")
-    if not isinstance(scale, Tensor):
-        raise TypeError(f"scale must be a tensor, got {type(scale).__name__}; write torch.tensor({scale!r})")
+    check_kind("scale", scale, Tensor, "a tensor, torch.tensor(...)")
     if scale.numel() != 1:
         raise ValueError(f"scale must be one number, got shape {tuple(scale.shape)}")
     check_kind("found_inf", found_inf, Tensor, "the result of an earlier call", optional=True)
     if found_inf is not None and not found_inf.is_floating_point():
         raise TypeError(f"found_inf must be the float32 result of an earlier call, got {found_inf.dtype}")
-    check_flags(uniform=uniform)
     inverse = (scale.detach() if scale.requires_grad else scale).reciprocal()
     # the reciprocal of a scale of another dtype is a float32 too, as MindSpore has it
     inverse = inverse if inverse.dtype == torch.float32 else inverse.float()
     found = torch.zeros_like(inverse)
     try:  # most often all are dense and alike
-        _divide(grads, found, _cast(inverse, _one_dtype(grads[:1] if uniform else grads)))
+        ((dtype, _),) = {(g.dtype, g.device) for g in (grads[:1] if uniform else grads)}  # type: ignore[union-attr]
+        _divide(grads, found, _cast(inverse, dtype))
     except (AttributeError, RuntimeError, TypeError, ValueError):  # refused before anything was changed
         found = _by_group(grads, inverse)
     found = found if found.dim() == 0 else found.reshape(())
@@ -116,17 +110,6 @@ def _divide(grads: Any, found: Tensor, inverse: Tensor) -> None:
     """
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
     torch._amp_foreach_non_finite_check_and_unscale_([inverse], found, inverse)
-
-
-_accelerated = cache(torch.accelerator.is_available)
-
-
-def _one_dtype(grads: Any) -> torch.dtype:
-    """The dtype of all gradients; raises where one is missing, or they have several dtypes or devices."""
-    (dtype,) = {g.dtype for g in grads}
-    if _accelerated():
-        (_,) = {g.device for g in grads}
-    return dtype
 
 
 def _cast(inverse: Tensor, dtype: torch.dtype) -> Tensor:

@@ -123,11 +123,8 @@ class DynamicLossScaleManager(Face, LossScaleManager):
 
     def update_loss_scale(self, overflow: bool | Tensor) -> None:
         """One step of the rule; a bool tensor of one element is read on the host."""
-        one = isinstance(overflow, Tensor) and overflow.dtype == torch.bool and overflow.numel() == 1
-        if not one and not isinstance(overflow, bool | np.bool_):
-            raise TypeError(
-                f"overflow must be a bool or a bool tensor of one element, got {overflow!r:.80}; write overflow != 0"
-            )
+        if not isinstance(overflow, bool | np.bool_):
+            need_flag("overflow", overflow)
         self.live.advance_(torch.tensor(float(overflow), device="cpu"))
         if overflow:
             self.last_overflow_iter = self.cur_iter

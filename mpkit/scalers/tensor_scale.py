@@ -30,10 +30,8 @@ class TensorScaler:
 
     def __init__(self, policy: TensorScalePolicy) -> None:
         check_kind("policy", policy, TensorScalePolicy, "a TensorScalePolicy; tensor_scale_preset(...) makes one")
-        if policy.shape:
-            raise TypeError("a TensorScaler follows one policy, got a vector of them; make one scaler for each")
-        if not policy.delayed:
-            raise ValueError(f"{policy.name or 'this policy'} takes its scale from the tensor itself and has no state")
+        if policy.shape or not policy.delayed:
+            raise ValueError(f"a TensorScaler follows one delayed policy, others have no state; got {policy!r:.80}")
         self.policy = policy
         self.state: TensorScaleState = initial_tensor_scale(policy, "cpu")
         self.amax = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -90,8 +88,6 @@ def update_all_(scalers: Sequence[TensorScaler]) -> None:
     update stays as it is.
     """
     check_kind("scalers", scalers, (list, tuple), "a list of TensorScaler objects")
-    for scaler in scalers:
-        check_kind("each of scalers", scaler, TensorScaler, "a TensorScaler")
     if not several_processes():
         for scaler in scalers:
             if scaler.pending:
