@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mpkit.arguments import Count, check_alike, check_count, check_kind, check_number, checked, is_whole
-from mpkit.boost.grad_accumulation import GradientAccumulation
+from mpkit.arguments import Count, check_alike, check_count, check_kind, checked, is_whole
+from mpkit.boost.grad_accumulation import Accumulate
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import regroup, subset
 from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.optimizers.saved import check_state
 from mpkit.optimizers.wrapper import Wrapper
-from mpkit.step import Hook, StepContext
+from mpkit.step import Hook, StepContext, TrainOneStepCell
 from mpkit.step.distributed import mean_
 from mpkit.step.phases import gradients_of, skips_on_device
 from mpkit.step.update import Update, Wrapped
@@ -111,11 +110,6 @@ class FreezeOpt(Wrapper):
         frozen = {id(p) for p in self._held} - members
         return [p for p in parameters_of(self) if id(p) in frozen]
 
-    def trained(self, index: int | None = None) -> list[Tensor]:
-        """Those that it updates."""
-        still = {id(p) for p in self.still(index)}
-        return [p for p in parameters_of(self) if id(p) not in still]
-
     @contextmanager
     def frozen(self, index: int | None = None) -> Iterator[None]:
         """Parameters outside the group of `index` (None: the coming step's) need no gradient inside this block."""
@@ -135,11 +129,6 @@ class FreezeOpt(Wrapper):
     def around(self, update: Update) -> Update:
         """The update of a step that freezes."""
         return Freeze(update, self)
-
-    def evaluated(self, closure: Callable[[], Any] | None) -> Any:
-        """What the closure of a step returns; what stands still needs no gradient there."""
-        with ExitStack() if closure is None else self.frozen():
-            return super().evaluated(closure)
 
     # what torch.compile reads it compiles for, and the place in a strategy would be a graph for each place
     @partial(torch.compiler.disable, recursive=False)
@@ -230,14 +219,14 @@ def _checked_strategy(strategy: object, groups: int) -> list[int]:
 
 
 class FreezeHook(Hook):
-    """Switches gradients off for the forward and backward pass of any train cell."""
+    """Switches gradients off for the forward and backward pass of any train cell; `index` as in `frozen`."""
 
-    def __init__(self, optimizer: FreezeOpt) -> None:
-        self._optimizer, self._pass = optimizer, ExitStack()
+    def __init__(self, optimizer: FreezeOpt, index: int | None = None) -> None:
+        self._optimizer, self._index, self._pass = optimizer, index, ExitStack()
 
     def before_forward(self, ctx: StepContext) -> None:
         self._pass.close()  # left over when the last pass ended in an exception
-        self._pass.enter_context(self._optimizer.frozen())
+        self._pass.enter_context(self._optimizer.frozen(self._index))
 
     def after_backward(self, ctx: StepContext) -> None:
         self._pass.close()
@@ -280,20 +269,20 @@ def freeze_cell(
     reducer_flag: bool,
     network: nn.Module,
     optimizer: FreezeOpt,
-    sens: Annotated[float, partial(check_number, low=-math.inf)],
+    sens: float,
     grad: object,
     use_grad_accumulation: bool,
     mean: bool | None = None,
     degree: Count | None = None,
     max_accumulation_step: Count = 1,
-) -> tuple[FreezeTrainCell, ...]:
-    """One training cell per freeze group; cell i trains the parameters of group i.
+) -> tuple[TrainOneStepCell, ...]:
+    """One training cell per freeze group; cell i trains the parameters of group i and returns the loss.
 
     Args:
         reducer_flag:           sum gradients over the processes of torch.distributed before each update.
         network:                returns the loss.
         optimizer:              a `FreezeOpt`.
-        sens:                   the backward pass starts from this number; it is not divided out.
+        sens:                   the backward pass starts from this number, not 0; it is not divided out.
         grad:                   unused: autograd needs no gradient function. Kept for the signature.
         use_grad_accumulation:  each cell updates with the mean of `max_accumulation_step` of its calls.
         mean, degree:           divide the sum by `degree` (None: the number of processes) when `mean`.
@@ -301,30 +290,25 @@ def freeze_cell(
     Source:  MindSpore boost.grad_freeze.freeze_cell.
     """
 
-    steps = max_accumulation_step if use_grad_accumulation else 1
-    common = steps, reducer_flag, degree if mean else 1
-    return tuple(FreezeTrainCell(network, optimizer, i, sens, *common) for i in range(len(optimizer.groups)))
+    def update(index: int, _: nn.Module, freezing: Any) -> Update:
+        one = GroupUpdate(freezing, index, reducer_flag, degree if mean else 1)
+        return Accumulate(one, max_accumulation_step) if use_grad_accumulation else one
+
+    indices = range(len(optimizer.groups))
+    return tuple(TrainOneStepCell(network, optimizer, sens, update=partial(update, index)) for index in indices)
 
 
-class FreezeTrainCell(nn.Module):
-    """Forward, backward for one freeze group from `sens`, reduce, update; -> the loss. See `freeze_cell`."""
+class GroupUpdate(Update):
+    """The update of one freeze group, whose gradients are summed over the processes and divided, or stay apart."""
 
-    def __init__(
-        self, network: nn.Module, optimizer: FreezeOpt, index: int, sens: float, steps: int, reduces: bool, degree: Any
-    ) -> None:
-        super().__init__()
-        self.network, self.optimizer, self.index, self.sens = network, optimizer, index, sens
-        self.reduces, self.degree = reduces, degree
-        self.accumulation = GradientAccumulation(steps, optimizer, update=self._update)
+    def __init__(self, optimizer: FreezeOpt, index: int, reduces: bool, degree: int | None) -> None:
+        super().__init__(optimizer)
+        self.freezing, self.index, self.reduces, self.degree = optimizer, index, reduces, degree
+        self.hooks = (FreezeHook(optimizer, index),)
 
-    def forward(self, *inputs: object) -> Tensor:
-        self.optimizer.zero_grad()
-        with self.optimizer.frozen(self.index):
-            loss = self.network(*inputs)
-            loss.backward(torch.full_like(loss, self.sens))
-        return self.accumulation(loss.detach())
-
-    def _update(self) -> None:
+    def reduce(self) -> None:
         if self.reduces:
             mean_(gradients_of(parameters_of(self.optimizer)), self.degree)
-        self.optimizer.step_group(self.index)
+
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
+        self.freezing.step_group(self.index)

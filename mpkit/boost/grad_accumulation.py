@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import Count, check_function, checked
+from mpkit.arguments import Count, checked
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.step import StepContext
 from mpkit.step.update import Update, Wrapped
@@ -108,12 +108,11 @@ class GradientAccumulation(nn.Module):
     Args:
         max_accumulation_step: N, micro-steps per update (>= 1; 1 updates on every call).
         optimizer:             its parameter groups name what is accumulated, in their order.
-        update:                what runs on the N-th call with the mean in `p.grad`; None: `optimizer.step`.
     Units:   sums are kept in float32 for float16 and bfloat16 gradients, so small micro-gradients are not lost. They
              are in no state: a checkpoint falls between two updates.
     Raises:  TypeError if N is no int, or for an optimizer whose step needs a closure (LBFGS); ValueError if N < 1 or a
              call brings other gradients than the parameters have.
-    Source:  MindSpore boost.GradientAccumulation; `flush`, `update` and `overflow` are mpkit's.
+    Source:  MindSpore boost.GradientAccumulation; `flush` and `overflow` are mpkit's.
 
     >>> weight = nn.Parameter(torch.zeros(1))
     >>> accumulate = GradientAccumulation(2, torch.optim.SGD([weight], lr=1.0))
@@ -124,14 +123,11 @@ class GradientAccumulation(nn.Module):
     """
 
     @checked
-    def __init__(
-        self, max_accumulation_step: Count, optimizer: Optimizer, *, update: Callable[[], Any] | None = None
-    ) -> None:
+    def __init__(self, max_accumulation_step: Count, optimizer: Optimizer) -> None:
         super().__init__()
-        check_function("update", update, "a function without arguments", optional=True)
         need_plain_step(optimizer)
         self.max_accumulation_step, self.optimizer = max_accumulation_step, optimizer
-        self.sums = Accumulate(Calls(optimizer, optimizer.step if update is None else update), max_accumulation_step)
+        self.sums = Accumulate(Update(optimizer), max_accumulation_step)
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -166,14 +162,3 @@ class GradientAccumulation(nn.Module):
     def flush(self) -> bool:
         """Update now with the mean of the micro-steps counted so far; -> whether there were any."""
         return self.sums.flush()
-
-
-class Calls(Update):
-    """Runs a function of somebody's own."""
-
-    def __init__(self, optimizer: Optimizer, call: Callable[[], Any]) -> None:
-        super().__init__(optimizer)
-        self.call = call
-
-    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
-        self.call()

@@ -30,7 +30,9 @@ def test_other_gradients_and_an_update_that_raises_leave_nothing_behind() -> Non
         if fails and fails.pop():
             raise OSError("no answer from the other rank")
 
-    accumulate = GradientAccumulation(2, torch.optim.SGD(net.parameters(), lr=0.1), update=update)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    accumulate = GradientAccumulation(2, optimizer)
+    optimizer.step = update  # type: ignore[method-assign]
     loss, grads = torch.tensor(0.0), [torch.ones_like(p) for p in net.parameters()]
     for wrong in (grads[::-1], grads[:1]):
         with pytest.raises(ValueError, match=r"of the shapes \[\(3, 5\), \(3,\)\]"):
