@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from mpkit.casting import operators as ops
 from mpkit.casting.low import Emulated, Target, float_tensors, map_tensors, precision
-from mpkit.casting.mode import LOCAL, CastMode, Handler, as_is, cast, cast_all, computes
+from mpkit.casting.mode import LOCAL, CastMode, Handler, as_is, call, cast, computes
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -31,9 +31,9 @@ def computed(low: Target, result: Target | None = None) -> Handler:
         into = kwargs.pop("out", None)
         if kwargs.pop("inplace", False):
             into = args[0]
-        out = func(*cast_all(args, low), **cast_all(kwargs, low))
+        out = call(func, args, kwargs, low)
         if result is not None or kwargs:
-            out = cast_all(out, result or low)
+            out = cast(out, result or low)
         return out if into is None else _delivered(out, into)
 
     return run
@@ -52,7 +52,7 @@ def delivered_in(low: Target) -> Handler:
 
     The gradient of a row that was picked several times is so added up in float32.
     """
-    return lambda func, args, kwargs: cast_all(func(*args, **kwargs), low)
+    return lambda func, args, kwargs: cast(func(*args, **kwargs), low)
 
 
 def promoted(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
@@ -60,8 +60,7 @@ def promoted(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     inputs = {precision(x) for x in float_tensors((args, kwargs))}
     if len(inputs) < 2:
         return as_is(func, args, kwargs)
-    wide = torch.float64 if torch.float64 in inputs else WIDE
-    return func(*cast_all(args, wide), **cast_all(kwargs, wide))
+    return call(func, args, kwargs, torch.float64 if torch.float64 in inputs else WIDE)
 
 
 # --- parameters alone -------------------------------------------------------------------------------------------------
@@ -71,33 +70,21 @@ def promoted(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
 def parameters_in(low: Target) -> Handler:
     """Parameters take the precision of the activations; everything else is torch's own affair."""
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        args = tuple(_own_cast(args, low))
-        if not kwargs:
-            return func(*args)
-        if kwargs.get("inplace"):
-            LOCAL.given.clear()
-        return func(*args, **dict(zip(kwargs, _own_cast(tuple(kwargs.values()), low))))
-
-    return run
-
-
-def _own_cast(values: Any, low: Target) -> Any:
-    """The values, in which parameters of the network and their views are cast; the very same if there are none."""
-    changed = None
-    for i, value in enumerate(values):
+    def own(value: Any) -> Any:
         kind = type(value)
         if kind is list or kind is tuple:
-            new = _own_cast(value, low)
-        # a sharded one is of a class of its own
-        elif isinstance(value, nn.Parameter) or (kind is Tensor and value.dtype is WIDE and _is_own(value)):
-            new = cast(value, low)
-        else:
-            continue
-        if new is not value:
-            changed = list(values) if changed is None else changed
-            changed[i] = new
-    return values if changed is None else type(values)(changed)
+            return kind([own(x) for x in value])
+        if kind is Tensor:
+            return cast(value, low) if value.dtype is WIDE and _is_own(value) else value
+        # a sharded parameter is of a class of its own
+        return cast(value, low) if isinstance(value, Tensor) and isinstance(value, nn.Parameter) else value
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        if kwargs.get("inplace"):
+            LOCAL.given.clear()
+        return func(*[own(x) for x in args], **{name: own(x) for name, x in kwargs.items()})
+
+    return run
 
 
 def _is_own(x: Tensor) -> bool:
@@ -137,8 +124,7 @@ def written(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     LOCAL.given.clear()  # an input of the network may be what is written into
     if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return func(*args, **kwargs)
-    into = precision(args[0])
-    return func(args[0], *cast_all(args[1:], into), **cast_all(kwargs, into))
+    return call(partial(func, args[0]), args[1:], kwargs, precision(args[0]))
 
 
 def written_as_it_is(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
@@ -207,7 +193,7 @@ def product_then_sum(low: Target) -> Handler:
         if len(args) != 3 or "out" in kwargs:
             return func(*args, **kwargs)
         # torch.addmm takes one dtype for all three, and this sum is in float32
-        product = cast(torch.matmul(*cast_all(args[1:], low)), WIDE)
+        product = cast(call(torch.matmul, args[1:], {}, low), WIDE)
         return torch.add(kwargs.get("beta", 1) * args[0], product, alpha=kwargs.get("alpha", 1))
 
     return run
@@ -244,8 +230,7 @@ def layer_norm_in_float32(low: Target) -> Handler:
 
     def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         computes(WIDE)
-        given = precision(args[0])
-        return cast(func(args[0], *cast_all(args[1:], given), **cast_all(kwargs, given)), low)
+        return cast(call(partial(func, args[0]), args[1:], kwargs, precision(args[0])), low)
 
     return run
 
@@ -276,7 +261,7 @@ def recurrent_kernel(low: Target) -> Handler:
 def rounded_once(low: Target) -> Handler:
     """What torch makes of operators in float32, rounding their last result alone, as a root mean square norm."""
     wide = computed(WIDE, low)
-    return lambda func, args, kwargs: wide(func, cast_all(args, low), cast_all(kwargs, low))
+    return lambda func, args, kwargs: call(lambda *low, **named: wide(func, low, named), args, kwargs, low)
 
 
 # --- functions of functions -------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mpkit.arguments import check_kind
@@ -25,12 +24,16 @@ from mpkit.formats import FloatFormat, dtype_name
 from mpkit.rounding import round_to
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Emulated:
-    """A format inside float32: results are rounded to `fmt` forwards and to `grad_fmt` backwards."""
+    """A format inside float32: results are rounded to `fmt` forwards and to `grad_fmt` backwards; one object for each.
+
+    `kind` is the class of its tensors.
+    """
 
     fmt: FloatFormat
     grad_fmt: FloatFormat
+    kind: type[Low]
 
     def __str__(self) -> str:
         return self.fmt.name
@@ -208,7 +211,7 @@ class _Narrow(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, target: Emulated, fmt: FloatFormat) -> Low:
         ctx.target, ctx.dtype = target, x.dtype
         # float32 holds 16-bit values exactly, so they are rounded once
-        return KINDS[target](round_to(x if x.dtype is torch.float32 else x.to(torch.float32), fmt))
+        return target.kind(round_to(x if x.dtype is torch.float32 else x.to(torch.float32), fmt))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -228,27 +231,26 @@ class _Widen(torch.autograd.Function):
         return grad if isinstance(grad, Low) else _Narrow.apply(grad, ctx.target, ctx.target.grad_fmt)
 
 
-KINDS: dict[Emulated, type[Low]] = {}
-_IN_GRAPH: dict[Emulated | None, Callable[[Tensor], Tensor]] = {}
-
-
+@cache
 def known(fmt: FloatFormat, grad_fmt: FloatFormat) -> Emulated:
     """The target of two formats, with its class of tensors made and the compiler told what a cast to it is."""
-    target = Emulated(fmt, grad_fmt)
-    if target not in KINDS:
-        native = fmt.torch_dtype if fmt.bits == 16 and grad_fmt == fmt else None
-        KINDS[target] = type(f"Low_{fmt.name}", (Low,), {"target": target, "native": native, "__slots__": ()})
-        _IN_GRAPH[target] = torch.compiler.allow_in_graph(lambda x: _Narrow.apply(x, target, target.fmt))
-        _IN_GRAPH.setdefault(None, torch.compiler.allow_in_graph(lambda x: _Widen.apply(x)))
+    native = fmt.torch_dtype if fmt.bits == 16 and grad_fmt == fmt else None
+    kind: Any = type(f"Low_{fmt.name}", (Low,), {"native": native, "__slots__": ()})
+    target = kind.target = Emulated(fmt, grad_fmt, kind)
+    _TO[target] = torch.compiler.allow_in_graph(lambda x: _Narrow.apply(x, target, fmt))
     return target
 
 
 def _restored(target: Emulated, values: Tensor) -> Low:
-    return KINDS[target](values)
+    return target.kind(values)
 
 
-# torch reads the arguments of these faster than those of `x.to(dtype)`
-_TO: dict[Target, Any] = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half, torch.float32: Tensor.float}
+_widened = torch.compiler.allow_in_graph(lambda x: _Widen.apply(x))
+# torch reads the arguments of these faster than those of `x.to(dtype)`; formats come in as they become known
+_TO: dict[Target, Callable[[Tensor], Tensor]] = {
+    **{torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half},
+    **{torch.float32: Tensor.float, torch.float64: Tensor.double},
+}
 
 
 def convert(x: Tensor, target: Target) -> Tensor:
@@ -258,15 +260,11 @@ def convert(x: Tensor, target: Target) -> Tensor:
             f"levels cast dense tensors, got a {'nested' if x.is_nested else x.layout} one; keep the module that takes "
             "it in float32 (take its level off with remove_mixed_precision), or give x.to_dense()"
         )
-    if not isinstance(x, Low) and target in _TO:
-        return _TO[target](x)
-    if isinstance(target, Emulated) and type(x) is KINDS[target]:
-        return x
     if isinstance(x, Low):
-        x = _IN_GRAPH[None](x) if is_compiling() else _Widen.apply(x)
-    if isinstance(target, Emulated):
-        return _IN_GRAPH[target](x) if is_compiling() else _Narrow.apply(x, target, target.fmt)
-    return x.to(target)
+        if isinstance(target, Emulated) and type(x) is target.kind:  # compilers tell formats by their class
+            return x
+        x = _widened(x)
+    return _TO[target](x)
 
 
 def precision(x: Tensor) -> Target:
@@ -306,24 +304,18 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: object) -> Any:
     >>> map_tensors(Tensor.sum, {"a": [torch.ones(2)], "b": 1})
     {'a': [tensor(2.)], 'b': 1}
     """
-    if not callable(change):
-        raise TypeError(f"change is a function of one tensor, got {change!r}")
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, tuple | list):
-        items = [map_tensors(change, item) for item in value]
-        if all(new is item for new, item in zip(items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        parts: dict[Any, Any] = dict(value)
+    parts: dict[Any, Any] = {}
+    if isinstance(value, tuple | list | dict):
+        parts = dict(value if isinstance(value, dict) else enumerate(value))
     elif is_dataclass(value) and not isinstance(value, type):
         parts = {part.name: getattr(value, part.name) for part in fields(value) if hasattr(value, part.name)}
-    else:
-        return value
     mapped = {key: map_tensors(change, part) for key, part in parts.items()}
     if all(mapped[key] is part for key, part in parts.items()):
         return value
+    if isinstance(value, tuple | list):
+        return type(value)(*mapped.values()) if hasattr(value, "_fields") else type(value)(mapped.values())
     twin: Any = {} if type(value) is dict else copy.copy(value)
     for key, new in mapped.items():
         if isinstance(value, dict):
@@ -340,10 +332,5 @@ def float_tensors(value: object) -> list[Tensor]:
     [tensor([1., 1.])]
     """
     found: list[Tensor] = []
-
-    def noted(x: Tensor) -> Tensor:
-        found.extend([x] if x.is_floating_point() else [])
-        return x
-
-    map_tensors(noted, value)
-    return found
+    map_tensors(lambda x: found.append(x) or x, value)  # type: ignore[func-returns-value]
+    return [x for x in found if x.is_floating_point()]

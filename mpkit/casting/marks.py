@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mpkit.arguments import check_kind
 from mpkit.casting.low import Low, Target, convert, map_tensors
-from mpkit.casting.mode import LOCAL, CastMode, Rule, cast_all
+from mpkit.casting.mode import LOCAL, CastMode, Rule, cast
 from mpkit.casting.rules import way_out
 
 _OF_A_FUNCTION = ("__name__", "__qualname__", "__code__", "__defaults__", "__kwdefaults__", "__annotations__")
@@ -43,39 +43,32 @@ class Forward:
     level: str = ""
     by_user: Target | None = None
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        rule = self.rule
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rule, outer = self.rule, (LOCAL.rule, LOCAL.module, LOCAL.products)
         if rule is None:
             return self.__wrapped__(*args, **kwargs)
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             # a level rules its own module alone; around it an autocast goes on as before
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self(*args, **kwargs)
-        if LOCAL.on:
-            return self.run(rule, args, kwargs)
-        # the outermost forward: what is kept of parameters is forgotten at its end, since they may change
-        LOCAL.on = True
-        try:
-            with CastMode():
-                # whoever is outside of every level knows dtypes alone: of a format he gets the float32 that holds it
-                return map_tensors(_left_format, self.run(rule, args, kwargs))
-        finally:
-            LOCAL.on = False
-            LOCAL.kept, LOCAL.given = {}, []
-
-    def run(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward under `rule`."""
-        # also after an error the caller goes on as it was
-        outer, outside = (LOCAL.rule, LOCAL.module, LOCAL.products), LOCAL.module
+        if not LOCAL.on:
+            # the outermost forward: what is kept of parameters is forgotten at its end, since they may change
+            LOCAL.on = True
+            try:
+                with CastMode():
+                    # whoever is outside of every level knows dtypes alone: of a format, the float32 that holds it
+                    return map_tensors(_left_format, self(*args, **kwargs))
+            finally:
+                LOCAL.on, LOCAL.kept, LOCAL.given = False, {}, []
         LOCAL.rule, LOCAL.products = None, 0  # a cast is no operation of the module
         try:
             if rule.protected and LOCAL.given:
-                args = tuple([_as_it_came(x) for x in args])
-                kwargs = {name: _as_it_came(x) for name, x in kwargs.items()}
+                args, kwargs = map_tensors(_as_it_came, args), map_tensors(_as_it_came, kwargs)
             if rule.entry is not None:
-                given = (*args, *kwargs.values())
-                args, kwargs = cast_all(args, rule.entry), cast_all(kwargs, rule.entry)
-                if outside is None:
+                given: Any = (*args, *kwargs.values())
+                args = tuple([cast(x, rule.entry) for x in args])
+                kwargs = {name: cast(x, rule.entry) for name, x in kwargs.items()}
+                if outer[1] is None:
                     LOCAL.given = [(y, x) for y, x in zip((*args, *kwargs.values()), given) if y is not x]
             LOCAL.rule, LOCAL.module = rule, self.module
             if self.inner is not None:
@@ -83,13 +76,13 @@ class Forward:
             else:
                 out = type(self.module).forward(self.module, *args, **kwargs)  # type: ignore[union-attr]
             LOCAL.rule = None
-            return out if self.result is None else cast_all(out, self.result)
+            return out if self.result is None else cast(out, self.result)
         except RuntimeError as error:
             told = way_out(error, self.module)
             if told is error:
                 raise
             raise told from error
-        finally:
+        finally:  # also after an error the caller goes on as it was
             LOCAL.rule, LOCAL.module, LOCAL.products = outer
 
     @property
@@ -119,7 +112,7 @@ def _left_format(x: Tensor) -> Tensor:
     return convert(x, torch.float32) if isinstance(x, Low) else x
 
 
-def _as_it_came(x: object) -> object:
+def _as_it_came(x: Tensor) -> Tensor:
     """An input of the network before its entrance cast it, if `x` is what became of one; else `x`."""
     return next((original for cast, original in LOCAL.given if cast is x), x)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from mpkit.casting.local import LOCAL
@@ -102,32 +103,26 @@ _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
 def cast(x: Any, target: Target) -> Any:
-    """A float tensor of any shape in `target`, differentiable; whatever else passes through."""
+    """A float tensor in `target`, differentiable, and every one in a nest; whatever else passes through."""
     kind = type(x)
-    if kind is Tensor or kind is nn.Parameter:
-        dtype = x.dtype
-        if dtype is target or not dtype.is_floating_point:
+    if kind is Tensor or kind is Parameter:
+        if x.dtype is target or not x.dtype.is_floating_point:
             return x
-        if kind is nn.Parameter and not is_compiling():
+        if kind is Parameter and not is_compiling():
             return _cast_parameter(x, target)
-    elif not isinstance(x, Tensor) or not x.is_floating_point():
+    elif kind in _SCALARS:
+        return x
+    elif not isinstance(x, Tensor):
+        return map_tensors(lambda part: cast(part, target), x)
+    elif not x.is_floating_point():
         return x
     return _told(x, target) if LOCAL.books else convert(x, target)
 
 
-def cast_all(values: Any, target: Target) -> Any:
-    """Every float tensor in a nest of tuples, lists, dicts and dataclasses, cast."""
-    if type(values) is tuple:  # the two common cases, kept short: arguments and keyword arguments of an operation
-        return tuple([value if type(value) in _SCALARS else _cast_any(value, target) for value in values])
-    if type(values) is dict:
-        return {key: value if type(value) in _SCALARS else _cast_any(value, target) for key, value in values.items()}
-    return _cast_any(values, target)
-
-
-def _cast_any(value: Any, target: Target) -> Any:
-    if isinstance(value, Tensor):
-        return cast(value, target)
-    return map_tensors(lambda x: cast(x, target), value)
+def call(func: Function, args: Any, kwargs: dict[str, Any], target: Target) -> Any:
+    """The function of arguments in `target`."""
+    args = [cast(x, target) for x in args]
+    return func(*args, **{name: cast(x, target) for name, x in kwargs.items()}) if kwargs else func(*args)
 
 
 def _told(x: Tensor, target: Target) -> Tensor:
@@ -157,7 +152,7 @@ class _Again(torch.autograd.Function):
         return convert(grads[0], torch.float32).to(ctx.dtype), None
 
 
-def _cast_parameter(x: nn.Parameter, target: Target) -> Tensor:
+def _cast_parameter(x: Parameter, target: Target) -> Tensor:
     """The cast of a parameter, which is kept from its second use in a forward on: most are used once.
 
     Each use is a step of its own in the graph, so that the gradients of several uses are added up in float32.

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mpkit.arguments import check_kind
 from mpkit.casting import operators as ops
 from mpkit.casting import rules
-from mpkit.casting.low import Emulated
+from mpkit.casting.low import known
 from mpkit.casting.marks import mark_of, remark, root_of
 from mpkit.casting.mode import LOCAL, Rule, computes
 from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
@@ -92,6 +92,7 @@ _SCALES: WeakKeyDictionary[RecipeScales, None] = WeakKeyDictionary()  # in the o
 def recipe_rule(recipe: Recipe) -> Rule:
     """Linear operations compute by the recipe; everything else is as without one."""
     element = recipe.fprop_input.element if recipe.fprop_input else None
+    said = known(element, element) if isinstance(element, FloatFormat) else None
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = recipe_linear(x, weight, recipe, _scalers() if recipe.delayed() else {})
@@ -102,8 +103,8 @@ def recipe_rule(recipe: Recipe) -> Rule:
         run = torch.compiler.disable(linear, reason="scales are kept and renewed in Python")
 
     def handle(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(element, FloatFormat):
-            computes(Emulated(element, element))
+        if said is not None:
+            computes(said)
         return run(*args, *(kwargs.get(name) for name in ("input", "weight", "bias")[len(args) :]))
 
     return Rule(rules.recipe_table(handle))
