@@ -1,6 +1,6 @@
 """Casting: which operation of a network runs in which precision."""
 
-from mpkit.casting.checkpoint import install as _make_checkpoints_carry_rules
+from mpkit.casting import checkpoint as _checkpoints  # noqa: F401  (it makes those of torch carry rules)
 from mpkit.casting.ledger import Ledger, ledger
 from mpkit.casting.levels import (
     LEVELS,
@@ -17,8 +17,6 @@ from mpkit.casting.levels import (
 from mpkit.casting.presets import PRESETS
 from mpkit.casting.products import end_step, recipe_linear, recipe_of
 from mpkit.casting.recipe import RECIPES, Cast, Recipe, uniform
-
-_make_checkpoints_carry_rules()
 
 __all__ = [
     "LEVELS", "PRESETS", "RECIPES", "Cast", "Ledger", "Recipe", "amp_level", "auto_mixed_precision", "cast_like",

@@ -25,7 +25,7 @@ class Carried:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.state = LOCAL.rule, LOCAL.module, LOCAL.products
+        self.state = LOCAL.rule, LOCAL.module
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         with running(*self.state):
@@ -36,21 +36,19 @@ def _carrying(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if LOCAL.rule is None or isinstance(function, Carried) else Carried(function)
 
 
-def install() -> None:
-    """Make torch's checkpoints carry rules; again is once."""
-    if getattr(torch_checkpoint, "_mpkit_carries_rules", False):
-        return
-    name = next(name for name in _WITHOUT_REENTRANCE if hasattr(torch_checkpoint, name))
-    with_graph = getattr(torch_checkpoint, name)
-    without_graph = torch_checkpoint.CheckpointFunction.forward
+_name = next(name for name in _WITHOUT_REENTRANCE if hasattr(torch_checkpoint, name))
+_with_graph = getattr(torch_checkpoint, _name)
+_without_graph = torch_checkpoint.CheckpointFunction.forward
 
-    def generator(fn: Callable[..., Any], *args: object, **kwargs: object) -> Iterator[object]:
-        # the function itself is called by whoever drives this, the first time
-        yield from with_graph(_carrying(fn), *args, **kwargs)
 
-    def forward(ctx: Any, run_function: Callable[..., Any], *args: object) -> Any:
-        return without_graph(ctx, _carrying(run_function), *args)
+def _generator(fn: Callable[..., Any], *args: object, **kwargs: object) -> Iterator[object]:
+    # the function itself is called by whoever drives this, the first time
+    yield from _with_graph(_carrying(fn), *args, **kwargs)
 
-    setattr(torch_checkpoint, name, generator)
-    torch_checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
-    torch_checkpoint._mpkit_carries_rules = True  # type: ignore[attr-defined]
+
+def _forward(ctx: Any, run_function: Callable[..., Any], *args: object) -> Any:
+    return _without_graph(ctx, _carrying(run_function), *args)
+
+
+setattr(torch_checkpoint, _name, _generator)
+torch_checkpoint.CheckpointFunction.forward = staticmethod(_forward)  # type: ignore[method-assign]

@@ -104,18 +104,6 @@ def viewed(low: Target) -> Handler:
     return lambda func, args, kwargs: inner(func, args, kwargs) if is_compiling() else as_is(func, args, kwargs)
 
 
-def sparing_kernels(handler: Handler) -> Handler:
-    """A default that leaves alone the overloads of which a compiled graph consists: the graph holds its casts."""
-
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        kernel = not is_compiling() and "." in func.__name__ and getattr(func, "namespace", "") in _KERNELS
-        return (as_is if kernel else handler)(func, args, kwargs)
-
-    return run
-
-
-_KERNELS = ("aten", "prims", "c10d", "_c10d_functional", "fsdp", "inductor")
-
 # --- writes -----------------------------------------------------------------------------------------------------------
 
 
@@ -131,13 +119,6 @@ def written_as_it_is(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """Torch casts what it writes."""
     LOCAL.given.clear()
     return as_is(func, args, kwargs)
-
-
-@cache
-def written_back(low: Target, result: Target) -> Handler:
-    """`x.relu_()` where relu is listed: computed in `low`, then written into the tensor it was asked to change."""
-    new = computed(low, result)
-    return lambda func, args, kwargs: args[0].copy_(new(torch.relu, args, kwargs))
 
 
 def filled(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
@@ -315,12 +296,10 @@ def unless(own: Callable[[Args, Kwargs], bool], handler: Handler) -> Handler:
 def refused(low: Target | None = None) -> Handler:
     """An operation that a framework bans on 16 bits, which would overflow or lose all precision (None: on any)."""
 
+    unsafe = {low, torch.float16, torch.bfloat16}
+
     def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        if low is not None and not {precision(x) for x in float_tensors(args[:1])} & {
-            low,
-            torch.float16,
-            torch.bfloat16,
-        }:
+        if low is not None and not {precision(x) for x in float_tensors(args[:1])} & unsafe:
             return computed(WIDE)(func, args, kwargs)
         kind, name = (RuntimeError if low is None else NotImplementedError), func.__name__
         raise kind(f"{name} is unsafe in 16 bits, and banned there; use {name}_with_logits, or to_float")

@@ -20,14 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from mpkit.arguments import check_kind
 from mpkit.casting import operators as ops
-from mpkit.casting.low import Emulated, Low, Target, float_tensors, map_tensors, name_of, precision, values_of
+from mpkit.casting.low import Low, Target, float_tensors, map_tensors, name_of, precision, values_of
 from mpkit.casting.mode import LOCAL
 from mpkit.casting.recipe import Operand, OperandRow, row_of
 
 if TYPE_CHECKING:
     import pandas as pd
-
-OUTSIDE = "(outside)"
 
 
 @dataclass
@@ -35,7 +33,7 @@ class Operation:
     """One operation of a forward pass.
 
     Args:
-        module:     path of the module whose forward called it, "" for the network itself; "(outside)" for the loss.
+        module:     path of the module whose forward called it, "" for the network itself.
         operation:  torch's name of it.
         inputs:     precision of each float input as it was given, before any cast.
         compute:    precision in which it computed.
@@ -99,11 +97,9 @@ class Ledger:
         check_kind("network", network, nn.Module, "an nn.Module")
         self.network, self.count, self.keep = network, count, keep
         self.rows: list[Operation] = []
-        self.outside: list[Operation] = []
         self.results: list[Tensor] = []
         self.casts: list[Cast] = []
         self.operands: list[OperandRow] = []
-        self.weight_copies = 0
         self._path: list[str] = []
         self._row: Operation | None = None  # of the operation that runs
         self._blocks: ExitStack | None = None
@@ -154,10 +150,9 @@ class Ledger:
 
     def record(self, func: ops.Function, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do `run(args, kwargs)`, which is the operation `func`, and write it down."""
-        if self._row is not None or LOCAL.quiet:
+        if self._row is not None or LOCAL.quiet or not self._path:
             return run(args, kwargs)
-        where = self._path[-1] if self._path else OUTSIDE
-        row = self._row = Operation(where, func.__name__, _names(float_tensors((args, kwargs))))
+        row = self._row = Operation(self.where, func.__name__, _names(float_tensors((args, kwargs))))
         if self.count:
             row.lost((0, 0))
         try:
@@ -165,15 +160,13 @@ class Ledger:
         finally:
             self._row = None
         results = float_tensors(out)
-        # outside of the network only what belongs to a loss counts: an optimizer's step has no graph
-        in_a_graph = torch.is_grad_enabled() and any(x.requires_grad for x in results)
-        if not results or row.operation in _NO_ROW or not (self._path or in_a_graph):
+        if not results or row.operation in _NO_ROW:
             return out
         row.output, row.shape = _names(results), tuple(results[0].shape)
         row.compute = row.compute or row.output[0]
         row.bytes = sum(-(-x.numel() * _bits(x) // 8) for x in results)
-        (self.rows if self._path else self.outside).append(row)
-        if self.keep and self._path:
+        self.rows.append(row)
+        if self.keep:
             self.results.append(values_of(results[0]).clone())
         return out
 
@@ -208,10 +201,10 @@ class Ledger:
         if self._row is not None:
             self._row.compute = name_of(target)
 
-    def note_operand(self, where: str, product: str, name: str, operand: Operand | None, native: bool) -> None:
+    def note_operand(self, where: str, product: str, name: str, operand: Operand | None) -> None:
         """Write down an operand of a product under a recipe, in the forward and later in the backward pass."""
         if self._blocks is not None:
-            self.operands.append(row_of(where, product, name, operand, native))
+            self.operands.append(row_of(where, product, name, operand))
 
     @property
     def where(self) -> str:
@@ -224,18 +217,8 @@ class Ledger:
         if key in self._weights or key in self._kept:
             return
         self._kept[key] = x
-        if key in self._copies or self._is_copy_of_a_weight(x):
-            self.weight_copies += size
-        elif self._row is not None:
+        if self._row is not None and key not in self._copies:
             self._row.saved += size
-
-    def _is_copy_of_a_weight(self, x: Tensor) -> bool:
-        """Whether x, such as autocast makes of a weight, has its size and was made of it alone."""
-        node: Any = x.grad_fn
-        while node is not None and len(node.next_functions) == 1:
-            node = node.next_functions[0][0]
-        weight = getattr(node, "variable", None)
-        return weight is not None and id(weight) in self._parameters and weight.numel() == x.numel()
 
     # --- what the rows say --------------------------------------------------------------------------------------------
 
@@ -244,17 +227,10 @@ class Ledger:
         """Activations kept for the backward pass of the network, as autograd stored them (bytes)."""
         return sum(row.saved for row in self.rows)
 
-    @property
-    def kept_bytes(self) -> dict[str, int]:
-        """What is kept for the backward pass, each storage once (bytes): activations, copies of weights, the loss's."""
-        outside = sum(row.saved for row in self.outside)
-        return {"activations": self.measured_bytes, "weight copies": self.weight_copies, "outside": outside}
-
     def __str__(self) -> str:
         """The operations as a table, and what is kept for the backward pass."""
         frame = self.to_frame().drop(columns=["shape", "bytes", "flushed", "overflowed"])
-        kept = ", ".join(f"{name} {size}" for name, size in self.kept_bytes.items())
-        return f"{frame.to_string(index=False)}\nkept for the backward pass, bytes: {kept}"
+        return f"{frame.to_string(index=False)}\nkept for the backward pass, bytes: {self.measured_bytes}"
 
     def to_frame(self, kind: type = Operation) -> pd.DataFrame:
         """The rows as a table; with `Cast` the casts, with `OperandRow` the operands of products under a recipe."""
@@ -268,15 +244,14 @@ def ledger(network: nn.Module, *, count: bool = False, keep: bool = False) -> Le
     """Watch `network`: inside the `with` block every operation of its forward passes becomes a row.
 
     Works at every level, inside `torch.autocast`, and on a network that knows nothing of either. No number changes.
-    `print(book)` shows the rows as a table. What is computed outside the network from its results, as a loss, stands
-    in `outside`.
+    `print(book)` shows the rows as a table.
 
     Args:
         count: also count values that were flushed to zero or overflowed; each operation is then computed again in
                float64, so it takes several times longer.
         keep:  also keep a copy of each operation's first result, in `results`.
-    Returns: a context manager with `rows`, `outside`, `casts`, `operands`, `to_frame()`, and what is kept for the
-             backward pass: `measured_bytes` (activations), `kept_bytes` (also copies of weights, and the loss's).
+    Returns: a context manager with `rows`, `casts`, `operands`, `to_frame()`, and `measured_bytes`, the size of the
+             activations that are kept for the backward pass.
     Raises:  TypeError if `network` is no module.
 
     >>> from mpkit.casting import auto_mixed_precision
@@ -304,8 +279,7 @@ def _common(inputs: Sequence[Tensor]) -> str:
     targets = {precision(x) for x in inputs}
     if not targets or any(torch.is_autocast_enabled(device) for device in {x.device.type for x in inputs}):
         return ""
-    dtypes = [torch.float32 if isinstance(target, Emulated) else target for target in targets]
-    return name_of(targets.pop() if len(targets) == 1 else reduce(torch.promote_types, dtypes))
+    return name_of(targets.pop() if len(targets) == 1 else reduce(torch.promote_types, {x.dtype for x in inputs}))
 
 
 def _in_float64(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

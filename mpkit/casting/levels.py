@@ -13,10 +13,10 @@ from torch import nn
 
 from mpkit.arguments import check_function, check_kind
 from mpkit.casting import operators as ops
-from mpkit.casting.lists import LISTS, MODULES
 from mpkit.casting.low import target_of
 from mpkit.casting.marks import Decorated, Forward, check_castable, mark, mark_of, remark, root_of, unmark
 from mpkit.casting.mode import running
+from mpkit.casting.operators import LISTS, MODULES
 from mpkit.casting.presets import MINDSPORE, PRESETS, put_black_list, put_white_list
 from mpkit.casting.products import Keep, cast_by_recipe, drop_scales
 from mpkit.casting.recipe import RECIPES, Recipe

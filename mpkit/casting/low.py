@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mpkit.arguments import check_kind
-from mpkit.casting.lists import LISTS
 from mpkit.casting.local import LOCAL
+from mpkit.casting.operators import LISTS
 from mpkit.formats import FloatFormat, dtype_name
 from mpkit.rounding import round_to
 
@@ -62,9 +62,7 @@ def target_of(dtype: object, grad_dtype: FloatFormat | None = None, also: tuple[
         names = ", ".join(map(str, native))
         raise ValueError(f"dtype is {names} or a FloatFormat to emulate (E4M3FN, get_format('e4m7')), got {dtype!r}")
     if grad_dtype is not None:
-        raise ValueError(
-            f"grad_dtype goes with an emulated format; with {dtype} gradients are {dtype} too, leave it out"
-        )
+        raise ValueError(f"grad_dtype goes with an emulated format; gradients of {dtype} are {dtype}, leave it out")
     return dtype
 
 
@@ -273,12 +271,7 @@ def precision(x: Tensor) -> Target:
 
 
 def values_of(x: Tensor) -> Tensor:
-    """The values that a float tensor of any layout or format stores, without its graph.
-
-    Raises:  TypeError if `x` is no tensor.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a tensor, got {x!r:.80}")
+    """The values that a float tensor of any layout or format stores, without its graph."""
     x = x.detach()
     if isinstance(x, Low):
         return x.values

@@ -16,15 +16,13 @@ from mpkit.casting.low import Low, Target, convert, map_tensors
 from mpkit.casting.mode import LOCAL, CastMode, Rule, cast
 from mpkit.casting.rules import way_out
 
-_OF_A_FUNCTION = ("__name__", "__qualname__", "__code__", "__defaults__", "__kwdefaults__", "__annotations__")
-
 
 @dataclass(eq=False, repr=False)
 class Forward:
     """What stands in a module instance's `forward`: runs the class's forward under the module's rule.
 
     It refers to the module alone, so `copy.deepcopy` and `pickle` carry it to the copy; `state_dict`, module types and
-    names stay as they are. Its signature, name and code are those of the forward that it runs.
+    names stay as they are. Its signature is that of the forward that it runs.
 
     Args:
         module:  the module whose forward this is; None for a plain function.
@@ -88,13 +86,11 @@ class Forward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward without any cast."""
-        if self.inner is not None:
-            return self.inner
-        return MethodType(type(self.module).forward, self.module)  # type: ignore[union-attr]
+        return self.inner or MethodType(type(self.module).forward, self.module)  # type: ignore[union-attr]
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_A_FUNCTION and "inner" in self.__dict__:
-            return getattr(self.__wrapped__, name)
+        if name == "__code__" and "inner" in self.__dict__:  # which torch.export asks for
+            return self.__wrapped__.__code__
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
@@ -114,22 +110,16 @@ def _left_format(x: Tensor) -> Tensor:
 
 def _as_it_came(x: Tensor) -> Tensor:
     """An input of the network before its entrance cast it, if `x` is what became of one; else `x`."""
-    return next((original for cast, original in LOCAL.given if cast is x), x)
+    return next((original for low, original in LOCAL.given if low is x), x)
 
 
 # --- marks ------------------------------------------------------------------------------------------------------------
 
 _MARK = "_mpkit_forward"  # where a module's mark is found when somebody wrapped its `forward` afterwards
-# private: what nn.DataParallel asks of each module that it copies to a device; it has no public hook for refusing
-_REPLICATE = "_replicate_for_data_parallel"
 _NO_REPLICAS = (
     "nn.DataParallel, which copies modules without their forwards, so that a level does not reach its replicas; use "
     "nn.parallel.DistributedDataParallel, one process for each device"
 )
-
-
-def _refuse_replicas() -> None:
-    raise TypeError(f"a cast network cannot run in {_NO_REPLICAS}")
 
 
 def mark_of(module: object) -> Forward | None:
@@ -142,7 +132,7 @@ def mark(module: nn.Module, rule: Rule, **options: Any) -> Forward:
     """Put `rule` on this one module in place of any mark it has."""
     unmark(module)
     forward = Forward(module, rule, module.__dict__.get("forward"), **options)
-    module.__dict__.update({"forward": forward, _MARK: forward, _REPLICATE: _refuse_replicas})
+    module.__dict__.update({"forward": forward, _MARK: forward})
     return forward
 
 
@@ -167,7 +157,7 @@ def unmark(module: nn.Module) -> None:
     if forward is None:
         return
     forward.rule = None
-    del module.__dict__[_MARK], module.__dict__[_REPLICATE]
+    del module.__dict__[_MARK]
     stands_there: object = module.__dict__.get("forward")
     if stands_there is forward:
         del module.__dict__["forward"]

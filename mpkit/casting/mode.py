@@ -57,8 +57,11 @@ class CastMode(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
         rule = LOCAL.rule
         # the name is the same for a function, its method and its symbol
-        handler = None if rule is None else rule.handlers.get(func.__name__, rule.default)
-        if LOCAL.books and rule is not None and func.__name__ not in COMPOSED:
+        name = func.__name__
+        handler = None if rule is None else rule.handlers.get(name, rule.default)
+        if handler is not None and handler is rule.default and hasattr(func, "overloadpacket"):
+            handler = None  # a kernel, as a compiled graph consists of: the graph holds its casts
+        if LOCAL.books and rule is not None and name not in COMPOSED:
             return _recorded(func, handler or as_is, args, kwargs or {})
         if handler is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -85,16 +88,16 @@ def computes(target: Target) -> None:
 
 
 @contextmanager
-def running(rule: Rule | None, module: nn.Module | None = None, products: int = 0) -> Iterator[None]:
+def running(rule: Rule | None, module: nn.Module | None) -> Iterator[None]:
     """A block whose operations compute by `rule`, as in a forward of `module`, with casts of parameters of its own."""
-    outer = LOCAL.rule, LOCAL.module, LOCAL.products, LOCAL.on, LOCAL.kept
-    LOCAL.rule, LOCAL.module, LOCAL.products, LOCAL.kept = rule, module, products, {}
+    outer = LOCAL.rule, LOCAL.module, LOCAL.on, LOCAL.kept
+    LOCAL.rule, LOCAL.module, LOCAL.kept = rule, module, {}
     try:
         with nullcontext() if LOCAL.on else CastMode():
             LOCAL.on = True
             yield
     finally:
-        LOCAL.rule, LOCAL.module, LOCAL.products, LOCAL.on, LOCAL.kept = outer
+        LOCAL.rule, LOCAL.module, LOCAL.on, LOCAL.kept = outer
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------

@@ -7,18 +7,23 @@ function by its `__name__`, which is the same in all homes, so the kinds below a
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
-from mpkit.casting.lists import LISTS
-
+_TABLES = tomllib.loads(Path(__file__).with_name("operations.toml").read_text("utf-8"))
+LISTS = {table: {name: tuple(text.split()) for name, text in rows.items()} for table, rows in _TABLES.items()}
+MODULES: dict[str, tuple[type[nn.Module], ...]] = {
+    name: tuple(getattr(nn, kind) for kind in kinds) for name, kinds in LISTS["modules"].items()
+}
 Function = Callable[..., Any]
 _HOMES: tuple[Any, ...] = (torch, Tensor, F, torch.linalg, torch.special)
 

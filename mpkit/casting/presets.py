@@ -31,10 +31,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mpkit.casting.lists import LISTS, MODULES
 from mpkit.casting.low import Target
 from mpkit.casting.marks import mark, mark_of, root_of
 from mpkit.casting.mode import Rule
+from mpkit.casting.operators import LISTS, MODULES
 from mpkit.casting.rules import entry_of, forced, listed, lowered, protected, white_operators
 
 _WIDE = torch.float32
@@ -44,18 +44,11 @@ _WIDE = torch.float32
 
 def _spread(network: nn.Module, rule_for: Callable[[nn.Module], Rule]) -> None:
     """Mark every module by its rule; one that the user set by `to_float` keeps its subtree."""
-    seen: set[int] = set()
-
-    def descend(module: nn.Module) -> None:
-        found = mark_of(module)
-        if id(module) in seen or (found is not None and found.by_user is not None):
-            return
-        seen.add(id(module))
-        mark(module, rule_for(module))
-        for child in module.children():
-            descend(child)
-
-    descend(network)
+    found = mark_of(network)
+    if found is None or found.by_user is None:
+        mark(network, rule_for(network))
+        for child in network.children():
+            _spread(child, rule_for)
 
 
 def put_white_list(network: nn.Module, low: Target, modules: tuple[type, ...], operators: frozenset[str]) -> None:

@@ -22,7 +22,7 @@ from mpkit.casting import rules
 from mpkit.casting.low import known
 from mpkit.casting.marks import mark_of, remark, root_of
 from mpkit.casting.mode import LOCAL, Rule, computes
-from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
+from mpkit.casting.recipe import Cast, Recipe, amax_of
 from mpkit.formats import FloatFormat
 from mpkit.scalers.tensor_scale import TensorScaler, several_processes, update_all_
 
@@ -92,7 +92,7 @@ _SCALES: WeakKeyDictionary[RecipeScales, None] = WeakKeyDictionary()  # in the o
 def recipe_rule(recipe: Recipe) -> Rule:
     """Linear operations compute by the recipe; everything else is as without one."""
     element = recipe.fprop_input.element if recipe.fprop_input else None
-    said = known(element, element) if isinstance(element, FloatFormat) else None
+    shown = known(element, element) if isinstance(element, FloatFormat) else None
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = recipe_linear(x, weight, recipe, _scalers() if recipe.delayed() else {})
@@ -103,11 +103,11 @@ def recipe_rule(recipe: Recipe) -> Rule:
         run = torch.compiler.disable(linear, reason="scales are kept and renewed in Python")
 
     def handle(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if said is not None:
-            computes(said)
+        if shown is not None:
+            computes(shown)
         return run(*args, *(kwargs.get(name) for name in ("input", "weight", "bias")[len(args) :]))
 
-    return Rule(rules.recipe_table(handle))
+    return Rule(rules.table((("linear",), handle)))  # everything else as without a rule
 
 
 def _scalers() -> dict[str, TensorScaler]:
@@ -165,7 +165,6 @@ class _RecipeLinear(torch.autograd.Function):
 
 
 _OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}
-_Pair = tuple[Any, Any]
 
 
 class _Products(NamedTuple):
@@ -186,52 +185,22 @@ class _Products(NamedTuple):
                     scaler.observe_(amax_of(tensor))
         return found
 
-    def of(self, product: str, two: _Pair, axes: _Pair, scales: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def of(self, product: str, two: Any, axes: Any, scales: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Two matrices, each with the axis that is summed over -> product (rows of the first, rows of the second)."""
-        cast: list[Operand | Tensor] = []
+        two_cast: list[Tensor] = []
         for name, tensor, axis in zip(_OPERANDS[product], two, axes):
             how: Cast | None = getattr(self.recipe, f"{product}_{name}")
-            cast.append(tensor if how is None else how(tensor, axis, scales.get(name) if how.delayed else None))
-        # tensor cores first: decoding to float32 costs a pass over both operands
-        result = _native(cast[0], cast[1], axes, dtype)
-        for book, where in self.books:
-            for name, operand in zip(_OPERANDS[product], cast):
-                known = operand if isinstance(operand, Operand) else None
-                book.note_operand(where, product, name, known, result is not None)
-        if result is not None:
-            return result
-        a, b = (c.values if isinstance(c, Operand) else c for c in cast)
+            operand = None if how is None else how(tensor, axis, scales.get(name) if how.delayed else None)
+            for book, where in self.books:
+                book.note_operand(where, product, name, operand)
+            two_cast.append(tensor if operand is None else operand.values)
+        a, b = two_cast
         if a.dtype is not b.dtype:  # one operand in high precision
             a, b = a.float(), b.float()
         a, b = (a if axes[0] == 1 else a.t()), (b.t() if axes[1] == 1 else b)
         # the operands are what the recipe says: an autocast around the network must not cast them again
         with nullcontext() if a.is_meta else torch.autocast(a.device.type, enabled=False):  # no autocast on meta
             return (a @ b).to(dtype)
-
-
-def native_product(device: torch.device) -> bool:
-    """Whether tensor cores of this device multiply 8-bit floats."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def _native(a: Operand | Tensor, b: Operand | Tensor, axes: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-    """The product on tensor cores; None where the recipe, the shapes or the device have none."""
-    if not (isinstance(a, Operand) and isinstance(b, Operand)) or not native_product(a.values.device):
-        return None
-    natives = [operand.cast.element.torch_dtype for operand in (a, b)]
-    kinds = {operand.cast.granularity for operand in (a, b)}
-    eight = all(native in (torch.float8_e4m3fn, torch.float8_e5m2) for native in natives)
-    if not eight or natives == [torch.float8_e5m2] * 2 or len(kinds) > 1 or kinds == {"block"}:
-        return None
-    left, right = (o.elements if axis == 1 else o.elements.t() for o, axis in zip((a, b), axes))
-    whole = not any(size % 16 for size in (*left.shape, *right.shape)) and left.numel() and right.numel()
-    if not whole or (kinds == {"axis"} and dtype is not torch.bfloat16):
-        return None
-    # torch wants what decodes, the recipe keeps what encodes
-    scales = [torch.reciprocal(o.scale if axis == 1 else o.scale.t()) for o, axis in zip((a, b), axes)]
-    low, high = left.contiguous().to(natives[0]), right.contiguous().to(natives[1])
-    # private; torch.nn.functional.scaled_mm will replace it once the oldest torch that mpkit takes has it on a CPU
-    return torch._scaled_mm(low, high.t(), scales[0].contiguous(), scales[1].t().contiguous(), out_dtype=dtype)
 
 
 # --- put on a network, and taken off ----------------------------------------------------------------------------------
@@ -241,8 +210,8 @@ def linear_layers(network: nn.Module) -> dict[str, nn.Module]:
     """Path -> layer, for every linear layer and every attention (whose projections are linear layers too)."""
     found = {name: m for name, m in network.named_modules() if isinstance(m, nn.Linear | nn.MultiheadAttention)}
     attentions = [m for m in found.values() if isinstance(m, nn.MultiheadAttention)]
-    inside = {id(child) for attention in attentions for child in attention.modules() if child is not attention}
-    return {name: module for name, module in found.items() if id(module) not in inside}
+    inside = {child for attention in attentions for child in attention.modules() if child is not attention}
+    return {name: module for name, module in found.items() if module not in inside}
 
 
 Keep = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -262,10 +231,8 @@ def kept_layers(layers: dict[str, nn.Module], keep: Keep) -> set[str]:
         picks = partial(_names, wanted) if isinstance(wanted, str) else wanted
         named = {name for name, module in layers.items() if picks(name, module)}
         if not named:
-            some = ", ".join(name or "(the network itself)" for name in [*layers][:20])
-            more = f" and {len(layers) - 20} more" if len(layers) > 20 else ""
             raise ValueError(
-                f"keep={wanted!r} matches no linear layer, so nothing would stay high; there are {some}{more}"
+                f"keep={wanted!r} matches no linear layer, so nothing would stay high; they are {[*layers]}"
             )
         kept |= named
     return kept

@@ -72,12 +72,8 @@ class Operand:
 
     def clipped(self) -> Tensor:
         """Share of elements beyond what their scale can hold, () float32; a last bit does not count."""
-        top, slack = self.cast.element.max, 1 + 2.0**-22
-        if isinstance(self.encoded, Blocks):
-            beyond = self.source.abs() > self.encoded.largest() * slack
-        else:
-            beyond = (self.source * self.scale).abs() > top * slack
-        return _share(beyond)
+        held = self.blocks.largest() if self.blocks is not None else self.cast.element.max / self.scale
+        return _share(self.source.abs() > held * (1 + 2.0**-22))
 
     def flushed(self) -> Tensor:
         """Share of elements that became zero and were not, () float32."""
@@ -100,7 +96,6 @@ class OperandRow:
         scale_min, scale_max: its scales, smallest and largest (encoding for a tensor or row, decoding for blocks).
         clipped:   share of elements beyond what their scale can hold.
         flushed:   share of elements that became zero and were not.
-        native:    True where a tensor core took the 8-bit operand, False where it was emulated.
     """
 
     module: str
@@ -111,16 +106,15 @@ class OperandRow:
     scale_max: float
     clipped: float
     flushed: float
-    native: bool
 
 
-def row_of(module: str, product: str, name: str, operand: Operand | None, native: bool) -> OperandRow:
+def row_of(module: str, product: str, name: str, operand: Operand | None) -> OperandRow:
     """What the ledger writes about one operand (reads the device); None: high precision."""
     if operand is None:
-        return OperandRow(module, product, name, "high precision", 1.0, 1.0, 0.0, 0.0, native)
+        return OperandRow(module, product, name, "high precision", 1.0, 1.0, 0.0, 0.0)
     low, high = torch.aminmax(operand.scale) if operand.scale.numel() else (torch.ones(()), torch.ones(()))
     shares = float(operand.clipped()), float(operand.flushed())
-    return OperandRow(module, product, name, operand.cast.name, float(low), float(high), *shares, native)
+    return OperandRow(module, product, name, operand.cast.name, float(low), float(high), *shares)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from mpkit.casting import handlers as do
 from mpkit.casting import operators as ops
 from mpkit.casting.handlers import WIDE
-from mpkit.casting.lists import LISTS
 from mpkit.casting.low import Emulated, Target, float_tensors, precision
 from mpkit.casting.mode import Handler, Rule, as_is, cast
+from mpkit.casting.operators import LISTS
 
 Part = tuple[Iterable[str], Handler]
 
@@ -37,7 +37,7 @@ def rule(build: Callable[..., Rule]) -> Callable[..., Rule]:
     return built
 
 
-def _table(*parts: Part) -> dict[str, Handler]:
+def table(*parts: Part) -> dict[str, Handler]:
     """Handlers by the name of the function; later parts win."""
     always: list[Part] = [
         (ops.COMPOSED, do.looks_inside),
@@ -70,7 +70,7 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
 
     So a float32 constant beside low activations promotes them until the next module.
     """
-    handlers = _table(
+    handlers = table(
         (ops.LEFT_ALONE, as_is),
         (ops.IN_PLACE, do.written_as_it_is),
         (ops.MAY_VIEW - {"unflatten"}, do.viewed(low)),
@@ -83,20 +83,20 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
         (ops.names_of("matrix_exp"), do.rounded_once(low)),  # in 16 bits torch's overflows
         (("embedding", "embedding_bag"), do.delivered_in(low)),
     )
-    return Rule(handlers, do.sparing_kernels(do.parameters_in(low)), entry)
+    return Rule(handlers, do.parameters_in(low), entry)
 
 
 @rule
 def recurrent(low: Target) -> Rule:
     """A recurrent layer of torch's, which compares the dtypes of input and weights: its kernel takes all in `low`."""
-    return Rule(_table((ops.RECURRENT, do.recurrent_kernel(low))), None, WIDE)
+    return Rule(table((ops.RECURRENT, do.recurrent_kernel(low))), None, WIDE)
 
 
 @rule
 def protected(low: Target, entry: Target | None) -> Rule:
     """A black-listed module: everything in float32, a norm of torch's straight from its low input in one kernel."""
     norms = (ops.WITH_STATISTICS, do.batch_norm_in_float32(low)), (("layer_norm",), do.layer_norm_in_float32(low))
-    return Rule(_table(*norms), None, entry, True)
+    return Rule(table(*norms), None, entry, True)
 
 
 # --- MindSpore's O1 ---------------------------------------------------------------------------------------------------
@@ -105,13 +105,13 @@ def protected(low: Target, entry: Target | None) -> Rule:
 @rule
 def forced(low: Target) -> Rule:
     """A white-listed module: every operation takes its float inputs in `low` and gives float32."""
-    handlers = _table(
+    handlers = table(
         (ops.LEFT_ALONE, as_is),
         (ops.IN_PLACE, do.written_as_it_is),
         (ops.MAY_VIEW, as_is),
         (ops.PRODUCT_WITH_BIAS, do.product_then_bias(low, low, WIDE)),
     )
-    return Rule(handlers, do.sparing_kernels(do.computed(low, WIDE)))
+    return Rule(handlers, do.computed(low, WIDE))
 
 
 @rule
@@ -129,8 +129,7 @@ def white_operators(low: Target, operators: frozenset[str], entry: Target | None
             (ops.SUM_WITH_PRODUCT, do.product_then_sum(low)),
             (ops.MADE_OF_PRODUCTS, do.computed(low, WIDE)),
         ]
-    parts += [(("relu_",), do.written_back(low, WIDE))] if "relu" in operators else []
-    return Rule(_table(*parts, (ops.CONVOLUTIONS & white, do.product_then_bias(low, WIDE, WIDE))), None, entry)
+    return Rule(table(*parts, (ops.CONVOLUTIONS & white, do.product_then_bias(low, WIDE, WIDE))), None, entry)
 
 
 # --- lists of operators: MindSpore's auto, torch's autocast on CUDA, apex O1 ------------------------------------------
@@ -145,7 +144,7 @@ def listed(name: str, low: Target, entry: Target | None = None) -> Rule:
     lists = LISTS[name]
     compute = do.computed_but_float64 if name == "torch" else do.computed
     products = ops.names_of(*lists["low"])
-    handlers = _table(
+    handlers = table(
         (() if isinstance(low, Emulated) else ops.FILLS_WITH_NUMBERS, do.filled),
         (ops.COMPOSED_OF_LISTED, do.looks_inside),
         (products, compute(low)),
@@ -196,13 +195,7 @@ def _apex(low: Target) -> Iterable[Part]:
 
 _OWN = {"auto": _auto, "torch": _torch, "apex": _apex}
 
-# --- recipes, and what torch lacks ------------------------------------------------------------------------------------
-
-
-def recipe_table(linear: Handler) -> dict[str, Handler]:
-    """Linear layers as a recipe says, everything else as without one."""
-    return _table((("linear",), linear))
-
+# --- what torch lacks -------------------------------------------------------------------------------------------------
 
 _LACKS = ("not implemented for '{}'", "{} without overflow")
 

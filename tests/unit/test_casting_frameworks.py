@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpkit.casting import auto_mixed_precision, cast_like, to_float
-from mpkit.casting.lists import LISTS
+from mpkit.casting.operators import LISTS
 from mpkit.casting.rules import listed
 from mpkit.formats import FP16
 

@@ -57,22 +57,6 @@ def test_operations_outside_the_network_are_not_its_own() -> None:
     assert [row.operation for row in book.rows] == ["linear", "linear"]
 
 
-@pytest.mark.parametrize(("level", "copies"), [("O0", 0), ("O1", 512), ("O2", 512), ("autocast", 512)])
-def test_the_loss_and_the_copies_of_weights_that_backward_needs_are_told_apart(level: str, copies: int) -> None:
-    """No copy of the first is kept, since its input asks for no gradient; that of the second has 32 x 8 x 2 bytes."""
-    network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8, bias=False))
-    if level != "autocast":
-        auto_mixed_precision(network, level, torch.bfloat16)
-    with ledger(network) as book:
-        with torch.autocast("cpu", torch.bfloat16, enabled=level == "autocast"):
-            out = network(torch.randn(16, 64))
-        nn.functional.cross_entropy(out.float(), torch.zeros(16, dtype=torch.long)).backward()
-    assert book.kept_bytes["weight copies"] == copies
-    assert book.kept_bytes["activations"] == book.measured_bytes > 0
-    assert book.kept_bytes["outside"] >= 16 * 8 * 4  # the logarithms of the softmax
-    assert book.outside[-1].operation == "cross_entropy"
-
-
 def test_attention_is_shown_operation_by_operation() -> None:
     network, args, _ = made("attention")
     with ledger(auto_mixed_precision(network, "O1")) as book:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpkit import device as devices
 from mpkit.blocks import BLOCK_FORMATS, quantize_blocks
 from mpkit.boost.adasum import adasum_coefficients
-from mpkit.casting import auto_mixed_precision, ledger, products
+from mpkit.casting import auto_mixed_precision, ledger
 from mpkit.diagnose import diagnose
 from mpkit.formats import BF16, E4M3FN, E5M2, FP16
 from mpkit.model import randomness
@@ -190,12 +190,3 @@ def test_random_states_of_all_devices_are_saved_and_restored(gpus):
 def test_a_diagnosis_draws_the_same_numbers_on_the_device_in_every_run(gpus):
     diagnose(nn.Linear(3, 2), (torch.ones(2, 3), torch.ones(2, 2)), nn.MSELoss())
     assert len(gpus.set) == 2  # before the run at the level, and at the end
-
-
-@pytest.mark.usefixtures("gpus")
-def test_products_in_8_bits_ask_for_the_capability(monkeypatch):
-    assert products.native_product(GPU)
-    for capability, native in (((8, 0), False), ((8, 9), True)):  # Ada's tensor cores are the first
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
-        assert products.native_product(GPU) is native
-    assert not products.native_product(torch.device("cpu"))

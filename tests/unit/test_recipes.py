@@ -27,7 +27,7 @@ from mpkit.casting import (
     remove_mixed_precision,
     uniform,
 )
-from mpkit.casting.recipe import OperandRow, amax_of, row_of
+from mpkit.casting.recipe import OperandRow, amax_of
 from mpkit.formats import E4M3FN, E5M2, FP32, get_format
 from mpkit.policies import tensor_scale_preset
 
@@ -165,7 +165,7 @@ def test_the_ledger_counts_what_a_scale_clips_and_flushes():
     with ledger(net) as log:
         net(x).sum().backward()
     row = log.operands[0]
-    assert (row.product, row.operand, row.format, row.native) == ("fprop", "input", "mxfp4", False)
+    assert (row.product, row.operand, row.format) == ("fprop", "input", "mxfp4")
     assert (row.clipped, row.flushed) == (1 / 128, 1 / 128)
     assert row.scale_max == 1.0
     frame = log.to_frame(OperandRow)
@@ -344,54 +344,6 @@ def test_delayed_scales_compile_with_breaks():
         torch.testing.assert_close(p, q)
 
 
-def cpu_multiplies_eight_bits() -> bool:
-    """Every kind of product that the recipes below ask for."""
-    four, five = (torch.zeros(16, 16).to(d) for d in (torch.float8_e4m3fn, torch.float8_e5m2))
-    one, rows = torch.ones(()), torch.ones(16, 1)
-    try:
-        for left in (four, five):  # the oldest instruction sets have the second alone
-            torch._scaled_mm(left, four.t(), one, one, out_dtype=torch.float32)
-        torch._scaled_mm(four, four.t(), rows, rows.t(), out_dtype=torch.bfloat16)
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return False
-    return True
-
-
-@pytest.mark.skipif(not cpu_multiplies_eight_bits(), reason="this torch has no torch._scaled_mm on a CPU")
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("te_current", torch.float32),
-        ("te_hybrid_delayed", torch.float32),
-        ("torchao_tensorwise", torch.bfloat16),
-        ("torchao_rowwise", torch.bfloat16),
-        ("torchao_rowwise_with_gw_hp", torch.bfloat16),
-    ],
-)
-def test_torch_s_own_eight_bit_product_takes_our_operands(name, dtype, monkeypatch):
-    """The path of a GPU with 8-bit tensor cores, by the operator that it calls, which a CPU has too."""
-    results = {}
-    for native in (False, True):
-        monkeypatch.setattr(products, "native_product", lambda device, native=native: native)
-        torch.manual_seed(0)
-        layer = cast_like(nn.Linear(64, 48).to(dtype), name)
-        x = (torch.randn(32, 64) * torch.linspace(0.1, 30, 64)).to(dtype).requires_grad_()
-        with ledger(layer) as log:
-            y = layer(x)
-            (y * torch.randn(32, 48)).sum().backward()
-        results[native] = (y, x.grad, layer.weight.grad, layer.bias.grad)
-        high = {row.product for row in log.operands if row.format == "high precision"}
-        mixed = {"dgrad"} if name.endswith("gw_hp") else set()  # scales of a tensor and of rows: no such kernel
-        assert {row.product for row in log.operands if row.native} == (
-            {"fprop", "dgrad", "wgrad"} - high - mixed if native else set()
-        )
-    for got, want in zip(results[True], results[False]):
-        # sums of at most 64 products in another order, scaled after instead of before; then one rounding to the dtype
-        apart, size = (got.float() - want.float()).abs(), want.float().abs()
-        assert (apart <= size * torch.finfo(dtype).eps + 64 * 2.0**-23 * size.max()).all()
-        assert got.dtype is dtype
-
-
 def test_own_recipes():
     own = replace(RECIPES["mxfp8"], name="mine", wgrad_grad=None, wgrad_input=None)
     assert own.wgrad_grad is None
@@ -441,12 +393,6 @@ def test_largest_magnitudes_along_an_axis_stay_beside_it(shape: tuple[int, int],
     assert got.flatten().tolist() == want
     assert got.shape == torch.Size([1 if i == axis else n for i, n in enumerate(shape)])
     assert amax_of(x).shape == ()
-
-
-def test_an_operand_in_high_precision_has_a_row_that_says_so() -> None:
-    assert row_of("net", "dgrad", "weight", None, True) == OperandRow(
-        "net", "dgrad", "weight", "high precision", 1.0, 1.0, 0.0, 0.0, True
-    )
 
 
 @pytest.mark.parametrize("bits", [16, 17])
