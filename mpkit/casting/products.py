@@ -154,6 +154,7 @@ class _RecipeLinear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         products, scales, shape = ctx.settings
         grad = grads[0].reshape(rows.shape[0], weight.shape[0])
+        # the amax of a gradient is seen in the backward pass alone
         scales = {**scales, **products.scales({"grad": grad}, True)}
         # each product is made only where somebody waits for it
         grad_x = grad_weight = None
@@ -193,6 +194,7 @@ class _Products(NamedTuple):
             operand = None if how is None else how(tensor, axis, scales.get(name) if how.delayed else None)
             for book, where in self.books:
                 book.note_operand(where, product, name, operand)
+            # decoded values: the casts are the recipe's on every device, whatever its tensor cores take
             two_cast.append(tensor if operand is None else operand.values)
         a, b = two_cast
         if a.dtype is not b.dtype:  # one operand in high precision
