@@ -55,7 +55,5 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def usage() -> str:
     """What `mpkit --help` prints."""
-    width = max(map(len, COMMANDS))
-    lines = (f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items())
-    head, tail = "usage: mpkit [--help] [--version] SUBCOMMAND [ARGUMENTS]", "mpkit SUBCOMMAND --help tells more."
-    return "\n".join((head, "", *lines, "", tail))
+    lines = "".join(f"  {name:10}  {text}\n" for name, (_, text) in COMMANDS.items())
+    return f"usage: mpkit [--help] [--version] SUBCOMMAND [ARGUMENTS]\n\n{lines}\nmpkit SUBCOMMAND --help tells more."

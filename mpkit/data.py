@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.arguments import check_choice, check_flags, is_whole
+from mpkit.arguments import check_choice, check_count, check_flags
 from mpkit.files import read_npz, regular
 
 __all__ = ["data_dir", "digits", "mnist"]
@@ -39,11 +39,9 @@ def data_dir() -> Path:
     That is `share/data` inside an installed package and `data/` beside the package in a checkout. `MPKIT_DATA` may
     also hold MNIST alone, in its folder `mnist`.
     """
-    if (
-        os.environ.get("MPKIT_DATA")
-        and ((asked := Path(os.environ["MPKIT_DATA"]).expanduser()) / "digits.npz").exists()
-    ):
-        return asked
+    asked = os.environ.get("MPKIT_DATA")
+    if asked and (Path(asked).expanduser() / "digits.npz").exists():
+        return Path(asked).expanduser()
     installed = Path(__file__).resolve().parent / "share" / "data"
     return installed if installed.exists() else installed.parents[2] / "data"
 
@@ -55,15 +53,21 @@ def digits(split: str = "train", size: int = 28) -> tuple[Tensor, Tensor]:
         split:  "train" (the first 1,500), "test" (the last 297) or "all".
         size:   pixels per side; 8 is the original, anything larger is interpolated (bilinear).
     Returns: images (N, 1, size, size) float32 in [0, 1] and labels (N,) int64.
-    Raises:  TypeError for a split that is no text; ValueError for another split or size, or a file that is damaged;
-             FileNotFoundError if it is missing.
+    Raises:  TypeError for a split that is no text or a size that is no whole number; ValueError for another split or a
+             smaller size, or a file that is damaged; FileNotFoundError if it is missing.
     Source:  Alpaydin and Kaynak 1998, "Optical recognition of handwritten digits", test part; see data/README.md.
     """
     parts = {"train": slice(_DIGITS_TRAIN), "test": slice(_DIGITS_TRAIN, None), "all": slice(None)}
     check_choice("split", split, parts)
-    if not is_whole(size) or size < 8:
-        raise ValueError(f"size must be a whole number of pixels, at least 8, got {size!r}")
-    pixels, labels = _read_digits(data_dir() / "digits.npz")
+    check_count("size", size, low=8)
+    path = data_dir() / "digits.npz"
+    try:
+        held = read_npz(path, ["images", "labels"])
+        pixels, labels = held["images"], held["labels"]
+        if hashlib.sha256(pixels.tobytes() + labels.tobytes()).hexdigest() != _DIGITS_SHA256:
+            raise ValueError("it holds other images than the 1,797 digits")
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({error}); restore it with `git checkout data/digits.npz`") from error
     images = torch.from_numpy(pixels[parts[split]]).float().div_(16).unsqueeze(1)
     if size != 8:
         images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
@@ -88,7 +92,9 @@ def mnist(
     prefixes = {"train": "train", "test": "t10k"}
     check_flags(download=download)
     check_choice("split", split, prefixes)
-    folder = _mnist_folder(root)
+    if root is None and os.environ.get("MPKIT_DATA"):
+        root = Path(os.environ["MPKIT_DATA"]) / "mnist"
+    folder = Path(root or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mpkit" / "mnist").expanduser()
     for name in _MNIST if download else ():
         if not (folder / f"{name}-ubyte.gz").exists():
             _download(name, folder)
@@ -96,35 +102,12 @@ def mnist(
     return torch.from_numpy(images).float().div_(255).unsqueeze(1), torch.from_numpy(labels).long()
 
 
-def _read_digits(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        held = read_npz(path, ["images", "labels"])
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({error}); restore it with `git checkout data/digits.npz`") from error
-    images, labels = held["images"], held["labels"]
-    if hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() != _DIGITS_SHA256:
-        raise ValueError(
-            f"{path} holds other images than the 1,797 digits; restore it with `git checkout data/digits.npz`"
-        )
-    return images, labels
-
-
-def _mnist_folder(root: str | os.PathLike[str] | None) -> Path:
-    if root is not None:
-        return Path(root).expanduser()
-    if os.environ.get("MPKIT_DATA"):
-        return Path(os.environ["MPKIT_DATA"]).expanduser() / "mnist"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpkit" / "mnist"
-
-
 def _read_idx(folder: Path, name: str) -> np.ndarray:
     """One idx.gz file -> uint8 array of the shape it must have, every byte checked first."""
     path, (shape, sha256) = folder / f"{name}-ubyte.gz", _MNIST[name]
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is missing; pass root= or set MPKIT_DATA to a folder that has it, "
-            f"or call mnist(download=True) to fetch the four files (12 MB)"
-        )
+        way_out = "name a folder that has it by root= or MPKIT_DATA, or call mnist(download=True) to fetch it (12 MB)"
+        raise FileNotFoundError(f"{path} is missing; {way_out}")
     header = 4 + 4 * len(shape)  # a magic number and the shape
     try:
         with gzip.open(regular(path)) as file:
@@ -144,8 +127,7 @@ def _download(name: str, folder: Path) -> None:
         try:
             torch.hub.download_url_to_file(_MNIST_MIRROR + part.name, str(part))
         except OSError as error:
-            raise ConnectionError(
-                f"could not download {part.name} ({error}); check the network, or put the MNIST files into {folder}"
-            ) from error
+            way_out = f"check the network, or put the MNIST files into {folder}"
+            raise ConnectionError(f"could not download {part.name} ({error}); {way_out}") from error
         _read_idx(part.parent, name)
         part.replace(folder / part.name)

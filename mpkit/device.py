@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-from mpkit.arguments import check_kind
-
 __all__ = ["as_device", "default_device", "describe"]
 
 
@@ -24,19 +22,13 @@ def default_device() -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"MPKIT_DEVICE must name a device such as cpu, cuda or cuda:1, got {name!r}") from error
-    if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(
-                f"MPKIT_DEVICE={name} needs a CUDA device that this machine lacks "
-                f"({torch.cuda.device_count()} found); unset it or set MPKIT_DEVICE=cpu"
-            )
-    elif device.type != "cpu":
-        try:
+        if device.type != "cuda":
             torch.ones(1, device=device).item()
-        except Exception as error:  # each kind of device has its own for "not here", and meta holds no number
-            raise ValueError(f"MPKIT_DEVICE={name} cannot compute here; unset it or set MPKIT_DEVICE=cpu") from error
+        elif (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"there are {torch.cuda.device_count()} CUDA devices")
+    except Exception as error:  # each kind of device has its own for "not here", and meta holds no number
+        need = "a device that can compute here, such as cpu, cuda or cuda:1"
+        raise ValueError(f"MPKIT_DEVICE must name {need}, got {name!r}; unset it or set it to cpu") from error
     return device
 
 
@@ -53,8 +45,7 @@ def as_device(device: torch.device | str | int) -> torch.device:
 
 def describe(device: torch.device | None = None) -> dict[str, str]:
     """What a measurement must state: device name and the versions of Python, torch and CUDA."""
-    check_kind("device", device, torch.device, "a torch.device", optional=True)
-    device = default_device() if device is None else device
+    device = default_device() if device is None else as_device(device)
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else f"{_cpu_name()}, {torch.get_num_threads()} thread(s)"
     cuda = str(torch.version.cuda or "none")

@@ -65,13 +65,6 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync:
         draft.unlink(missing_ok=True)
 
 
-def write_tensors(path: str | Path, state: dict[str, Any]) -> None:
-    """What `torch.save` writes, by `write_whole`."""
-    import torch
-
-    write_whole(path, lambda file: torch.save(state, file))
-
-
 def read_json(path: str | Path) -> Any:
     """What a JSON file holds. Raises ValueError, which names the file, for anything that is no JSON; OSError."""
     with refused(path := regular(path), "JSON"):

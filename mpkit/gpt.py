@@ -8,16 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CausalSelfAttention", "TinyGPT", "TransformerBlock"]
-
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and its past. x (N, T, width) -> (N, T, width)."""
+    """Multi-head attention in which a position sees itself and its past. x (N, T, width) -> (N, T, width).
+
+    `width` is a multiple of `heads`.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width must be a multiple of heads, got width={width}, heads={heads}")
         self.heads = heads
         self.c_attn = nn.Linear(width, 3 * width)
         self.c_proj = nn.Linear(width, width)
@@ -72,10 +71,8 @@ class TinyGPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.shape[-1] > self.wpe.num_embeddings:
-            raise ValueError(
-                f"tokens must be at most {self.wpe.num_embeddings} to a row, the context of this network, got "
-                f"{tokens.shape[-1]}; make it with a longer context"
-            )
+            need = f"at most {self.wpe.num_embeddings} tokens to a row, the context of this network"
+            raise ValueError(f"need {need}, got {tokens.shape[-1]}; make it with a longer context")
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[-1], device=tokens.device))
         for block in self.h:
             x = block(x)

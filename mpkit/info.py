@@ -8,9 +8,11 @@ from importlib import metadata
 from pathlib import Path
 
 from mpkit import __version__
+from mpkit.data import data_dir
+from mpkit.device import describe
+from mpkit.lab import installed_lessons
 
 PACKAGES = ("numpy", "pandas", "matplotlib", "joblib", "ipywidgets", "jupyterlab")
-STORED = (("traces", "npz"), ("benchmarks", "json"))
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -22,29 +24,18 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """(subject, text) of every line, the cheap ones first."""
-    yield "mpkit", f"{__version__} in {Path(__file__).resolve().parent}"
-    versions = {name: version(name) for name in PACKAGES}
-    missing = [name for name, found in versions.items() if not found]
-    yield "packages", ", ".join(f"{name} {found}" for name, found in versions.items() if found)
-    yield "missing", f"{', '.join(missing)}; pip install 'mpkit[lab]'" if missing else "nothing that lessons need"
-    from mpkit.data import data_dir
-    from mpkit.device import describe
-    from mpkit.lab import installed_lessons
-
+    """(subject, text) of every line."""
+    installed = {each.name: each.version for each in metadata.distributions()}
+    missing = ", ".join(name for name in PACKAGES if name not in installed)
     data = data_dir()
-    counts = (f"{len(list(data.glob(f'{folder}/*.{kind}')))} {folder}" for folder, kind in STORED)
-    yield "data", f"{data}: {'digits' if (data / 'digits.npz').exists() else 'NO digits'}, {', '.join(counts)}"
+    traces, benchmarks = (len([*data.glob(pattern)]) for pattern in ("traces/*.npz", "benchmarks/*.json"))
+    digits = "digits" if (data / "digits.npz").exists() else "NO digits"
+    yield "mpkit", f"{__version__} in {Path(__file__).resolve().parent}"
+    yield "packages", ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
+    yield "missing", f"{missing}; pip install 'mpkit[lab]'" if missing else "nothing that lessons need"
+    yield "data", f"{data}: {digits}, {traces} traces, {benchmarks} benchmarks"
     yield "lessons", str(installed_lessons() or "those of the checkout")
     try:
         yield from describe().items()
     except ValueError as error:  # MPKIT_DEVICE names what is not there: to be told here of all places
         yield "device", f"none: {error}"
-
-
-def version(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

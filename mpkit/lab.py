@@ -1,4 +1,8 @@
-"""`mpkit lab`: the lessons in a folder of the reader's own, opened in JupyterLab."""
+"""`mpkit lab`: copy the lessons and labs into FOLDER and open JupyterLab there.
+
+A file that you changed is never written over: delete or rename it to get the lesson again. FOLDER stands first and is
+mpkit-lessons when it is left out. Other options go to JupyterLab, for instance --no-browser, --port=8899, --ip=0.0.0.0.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,12 @@ RECORD = ".mpkit-lessons.json"  # file -> SHA-256 of what was copied: what diffe
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Copy what is new, say what was kept, open JupyterLab at the first lesson; the exit status."""
-    named, copy_only, others = _asked(arguments)
+    folder, copy_only, others = _asked(arguments)
     try:
-        folder = Path(named).expanduser()
         copied, kept = copy_lessons(folder)
     except OSError as error:
-        return _fail(f"the lessons could not be copied into {named} ({error}); name a folder that you may write in")
-    new = "1 file is" if copied == 1 else f"{copied or 'no'} files are"
-    print(f"mpkit: {new} new in {folder.resolve()}", flush=True)
+        return _fail(f"the lessons could not be copied into {folder} ({error}); name a folder that you may write in")
+    print(f"mpkit: files that are new in {folder.resolve()}: {copied}", flush=True)
     if kept:
         print(f"mpkit: kept as you changed them: {', '.join(kept)}", flush=True)
     if copy_only:
@@ -46,26 +48,17 @@ def main(arguments: Sequence[str] = ()) -> int:
     os.execv(command[0], command)  # the server gets the signals that were meant for this command
 
 
-def _asked(arguments: Sequence[str]) -> tuple[str, bool, list[str]]:
+def _asked(arguments: Sequence[str]) -> tuple[Path, bool, list[str]]:
     """The folder, whether to copy only, and the options of JupyterLab; ends the process where they make no sense."""
     words = list(arguments)
     named = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
-    parser = argparse.ArgumentParser(
-        prog="mpkit lab",
-        usage="mpkit lab [FOLDER] [--copy-only] [OPTIONS OF JUPYTER LAB]",
-        description="Copy the lessons and labs into FOLDER and open JupyterLab there. A file that you changed is "
-        "never written over: delete or rename it to get the lesson again.",
-        epilog=f"FOLDER stands first and is {DEFAULT} when it is left out. Other options go to JupyterLab, "
-        "for instance --no-browser, --port=8899, --ip=0.0.0.0.",
-        allow_abbrev=False,
-    )
+    usage = "mpkit lab [FOLDER] [--copy-only] [OPTIONS OF JUPYTER LAB]"
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, allow_abbrev=False)
     parser.add_argument("--copy-only", action="store_true", help="copy, and do not start JupyterLab")
     options, others = parser.parse_known_args(words)
-    if not named:  # as in `mpkit lab "$FOLDER"` where the variable is not set
-        parser.error("the name of the folder is empty; . is the one that you are in")
-    if others and (options.copy_only or not others[0].startswith("-")):  # before anything is copied
-        parser.error(f"{others[0]} means nothing here; FOLDER stands first")
-    return named, options.copy_only, others
+    if not named or (others and (options.copy_only or not others[0].startswith("-"))):  # before anything is copied
+        parser.error(f"{others[0] if others else repr(named)} means nothing here; FOLDER stands first, . is this one")
+    return Path(named).expanduser(), options.copy_only, others
 
 
 def installed_lessons() -> Path | None:
@@ -89,8 +82,6 @@ def copy_lessons(folder: str | os.PathLike[str]) -> tuple[int, list[str]]:
 def shipped_lessons(scratch: Path) -> Path:
     """What would travel in the wheel, made from the checkout that this file stands in."""
     script = Path(__file__).resolve().parent.parent / "notebooks" / "ship.py"
-    if not script.exists():
-        raise FileNotFoundError(f"{script.parent} holds no lessons: this mpkit is incomplete, install it again")
     done = subprocess.run([sys.executable, str(script), str(scratch / "share")], stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise OSError(f"{script.name} could not gather them in {scratch}: {done.stderr.strip().splitlines()[-1]}")
@@ -98,39 +89,29 @@ def shipped_lessons(scratch: Path) -> Path:
 
 
 def _copy(lessons: Path, folder: Path) -> tuple[int, list[str]]:
-    record = _read_record(folder / RECORD)
+    record, written, kept = _read_record(folder / RECORD), 0, []
     try:
-        return _copy_each(lessons, folder, record)
+        for source in sorted(path for path in lessons.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+            name = source.relative_to(lessons).as_posix()
+            content = as_opened(source.read_bytes()) if source.suffix == ".ipynb" else source.read_bytes()
+            target, new = folder / name, _sha256(content)
+            found = _sha256(target.read_bytes()) if target.is_file() and not target.is_symlink() else ""
+            if os.path.lexists(target) and found not in (record.get(name), new):
+                kept.append(name)
+                continue
+            if found != new:
+                _write(target, content)
+                written += 1
+            record[name] = new
     finally:  # after an interrupt too: what was copied by then is no reader's work
         if record:
             _write(folder / RECORD, json.dumps(record, indent=1).encode())
-
-
-def _copy_each(lessons: Path, folder: Path, record: dict[str, str]) -> tuple[int, list[str]]:
-    written, kept = 0, []
-    for source in sorted(path for path in lessons.rglob("*") if path.is_file() and path.suffix != ".pyc"):
-        name = source.relative_to(lessons).as_posix()
-        content = as_opened(source.read_bytes()) if source.suffix == ".ipynb" else source.read_bytes()
-        target = folder / name
-        if target.is_symlink() or target.exists():
-            found = _sha256(target.read_bytes()) if target.is_file() and not target.is_symlink() else None
-            if found is None or found not in (record.get(name), _sha256(content)):
-                kept.append(name)
-                continue
-            if found == _sha256(content):
-                record[name] = found
-                continue
-        _write(target, content)
-        record[name], written = _sha256(content), written + 1
     return written, kept
 
 
 def as_opened(content: bytes) -> bytes:
     """A stored notebook as its reader first meets it: without results and without hidden tests."""
-    try:
-        notebook = json.loads(content)
-    except ValueError:  # no notebook, whatever its name: it travels as it is
-        return content
+    notebook = json.loads(content)
     notebook["cells"] = [c for c in notebook["cells"] if "test" not in c["metadata"].get("tags", ())]
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":

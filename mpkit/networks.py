@@ -61,6 +61,11 @@ class LeNet5(nn.Module):
         return self.fc3(F.relu(self.fc2(x)))
 
 
+def _conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> tuple[nn.Module, nn.Module]:
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+    return conv, nn.BatchNorm2d(outputs)
+
+
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut (the "basic" block).
 
@@ -72,11 +77,9 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv1, self.bn1 = _conv_bn(in_channels, channels, 3, stride)
         self.relu = nn.ReLU()
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = _conv_bn(channels, channels, 3)
         self.downsample = _projection(in_channels, channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,12 +100,9 @@ class Bottleneck(nn.Module):
     def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()
         out = channels * self.expansion
-        self.conv1 = nn.Conv2d(in_channels, channels, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.conv3 = nn.Conv2d(channels, out, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(out)
+        self.conv1, self.bn1 = _conv_bn(in_channels, channels, 1)
+        self.conv2, self.bn2 = _conv_bn(channels, channels, 3, stride)
+        self.conv3, self.bn3 = _conv_bn(channels, out, 1)
         self.relu = nn.ReLU()
         self.downsample = _projection(in_channels, out, stride)
 
@@ -114,9 +114,8 @@ class Bottleneck(nn.Module):
 
 
 def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    if stride == 1 and in_channels == out_channels:
-        return None
-    return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))
+    same = stride == 1 and in_channels == out_channels
+    return None if same else nn.Sequential(*_conv_bn(in_channels, out_channels, 1, stride))
 
 
 class ResNet(nn.Module):
@@ -141,8 +140,7 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         kernel, stride = (3, 1) if small_input else (7, 2)
-        self.conv1 = nn.Conv2d(in_channels, width, kernel, stride, padding=kernel // 2, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
+        self.conv1, self.bn1 = _conv_bn(in_channels, width, kernel, stride)
         self.relu = nn.ReLU()
         self.maxpool = nn.Identity() if small_input else nn.MaxPool2d(3, 2, padding=1)
         channels, stages = width, []
@@ -186,18 +184,15 @@ class InvertedResidual(nn.Module):
         super().__init__()
         hidden = in_channels * expansion
         self.shortcut = stride == 1 and in_channels == out_channels
-        layers = [] if expansion == 1 else _conv_bn_relu6(in_channels, hidden, 1)
-        layers += _conv_bn_relu6(hidden, hidden, 3, stride, groups=hidden)
-        layers += [nn.Conv2d(hidden, out_channels, 1, bias=False), nn.BatchNorm2d(out_channels)]
-        self.conv = nn.Sequential(*layers)
+        expand = () if expansion == 1 else (*_conv_bn(in_channels, hidden, 1), nn.ReLU6())
+        depthwise = *_conv_bn(hidden, hidden, 3, stride, groups=hidden), nn.ReLU6()
+        self.conv = nn.Sequential(*expand, *depthwise, *_conv_bn(hidden, out_channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.conv(x) if self.shortcut else self.conv(x)
 
 
-def _conv_bn_relu6(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
-    return [conv, nn.BatchNorm2d(outputs), nn.ReLU6()]
+Settings = Sequence[tuple[int, int, int, int]]
 
 
 class MobileNetV2(nn.Module):
@@ -212,22 +207,16 @@ class MobileNetV2(nn.Module):
     PAPER = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 
     def __init__(
-        self,
-        settings: Sequence[tuple[int, int, int, int]] = PAPER,
-        stem: int = 32,
-        head: int = 1280,
-        classes: int = 10,
-        in_channels: int = 3,
+        self, settings: Settings = PAPER, stem: int = 32, head: int = 1280, classes: int = 10, in_channels: int = 3
     ) -> None:
         super().__init__()
-        layers = _conv_bn_relu6(in_channels, stem, 3, 2)
+        layers: list[nn.Module] = [*_conv_bn(in_channels, stem, 3, 2), nn.ReLU6()]
         channels = stem
         for expansion, outputs, repeats, stride in settings:
             for i in range(repeats):
                 layers.append(InvertedResidual(channels, outputs, stride if i == 0 else 1, expansion))
                 channels = outputs
-        layers += _conv_bn_relu6(channels, head, 1)
-        self.features = nn.Sequential(*layers)
+        self.features = nn.Sequential(*layers, *_conv_bn(channels, head, 1), nn.ReLU6())
         self.classifier = nn.Linear(head, classes)
 
     def forward(self, x: Tensor) -> Tensor:

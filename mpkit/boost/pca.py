@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpkit.arguments import Count, Index, check_alike, check_kind, check_number, checked
-from mpkit.files import read_npy, read_tensors, write_tensors, write_whole
+from mpkit.files import read_npy, read_tensors, write_whole
 from mpkit.step import Hook, StepContext
 from mpkit.step.distributed import several_processes
 
@@ -49,7 +49,8 @@ class WeightSnapshots(Hook):
     def save(self, step: int) -> Path:
         """Save the present weights as those after `step`; -> the file."""
         path = self.directory / f"step_{step:08d}.ckpt"
-        write_tensors(path, {name: p.cpu().clone() for name, p in _trained(self.network).items()})
+        state = {name: p.cpu().clone() for name, p in _trained(self.network).items()}
+        write_whole(path, lambda file: torch.save(state, file))
         return path
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mpkit.files import read_tensors, write_tensors
+from mpkit.files import read_tensors, write_whole
 
 PLAIN = (bool, int, float, complex, str, bytes, set, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -25,7 +25,7 @@ def save_whole(state: dict[str, Any], path: Path) -> None:
                 f"a {type(leaf).__name__} is in no checkpoint, since reading one runs nothing; have state_dict() of "
                 "the hook or callback give it as Python's numbers, text, tensors, lists and dicts"
             )
-    write_tensors(path, state)
+    write_whole(path, lambda file: torch.save(state, file))
 
 
 def load_whole(path: Path, device: torch.device) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def test_the_device_of_the_lessons(monkeypatch):
     monkeypatch.setenv("MPKIT_DEVICE", "cuda:1")
     assert devices.default_device() == torch.device("cuda", 1)
     monkeypatch.setenv("MPKIT_DEVICE", "cuda:2")
-    with pytest.raises(ValueError, match=r"lacks \(2 found\)"):
+    with pytest.raises(ValueError, match="got 'cuda:2'"):
         devices.default_device()
     start = pytest.importorskip("mpkit.lessons.digits")
     assert start.computed_in("float16", GPU) is torch.float16
@@ -175,7 +175,7 @@ def test_a_device_that_cannot_compute_here_is_refused_where_it_is_named(name, mo
     if name != "meta" and getattr(torch, name, torch.backends.mps).is_available():
         pytest.skip("it can compute here")
     monkeypatch.setenv("MPKIT_DEVICE", name)
-    with pytest.raises(ValueError, match=f"MPKIT_DEVICE={name} cannot compute here"):
+    with pytest.raises(ValueError, match=f"got '{name}'"):
         devices.default_device()
 
 
