@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -22,21 +23,11 @@ from mpkit.formats import E4M3FN, FloatFormat
 
 from .rule import FLOAT32_MAX, Flag, Scale, Value, in_float32
 from .rule import advance as advance_loss_scale
-from .vector import Vector, stacked
+from .vector import Vector, stacked, steps
 
-
-def _limit(name: str, value: object) -> float:
-    """A positive number, as float32 holds it."""
-    number = check_number(name, value, closed_high=True)
-    if number > FLOAT32_MAX or not (held := in_float32(number)):
-        raise ValueError(f"{name} must be a positive number that float32 holds, got {value!r}")
-    return held
-
-
-def _margin(name: str, value: object) -> int:
-    if (margin := check_count(name, value, -126)) > 126:
-        raise ValueError(f"{name} must lie in [-126, 126], got {value!r}")
-    return margin
+_positive = partial(check_number, low=2.0**-149, high=FLOAT32_MAX, closed_high=True)
+Limit = Annotated[Value, lambda name, value: in_float32(_positive(name, value))]
+Margin = Annotated[Value, partial(steps, low=-126, high=126)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +51,11 @@ class TensorScalePolicy(Vector):
              torchao 0.18 (float8/float8_utils.py), whose recorded results are reproduced bit for bit.
     """
 
-    element_max: Annotated[Value, _limit] = 448.0
+    element_max: Limit = 448.0
     delayed: Flag = True
     history_len: Annotated[Value, check_count] = 1024
     most_recent: Flag = False
-    margin: Annotated[Value, _margin] = 0
+    margin: Margin = 0
     unfused: Flag = False
     amax_floor: Scale = 0.0
     double: Flag = False

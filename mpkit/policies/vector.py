@@ -21,7 +21,7 @@ NEVER = 2**62
 """A count that is not reached."""
 
 
-def _steps(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> int:
+def steps(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> int:
     """A whole number of steps; what no training reaches is one number, that a counter of 64 bits compares with."""
     if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r}")
@@ -42,11 +42,11 @@ Flag = Annotated[Value, check_flag]
 Real = Annotated[Value, partial(check_number, low=-math.inf, closed_high=True)]
 Scale = Annotated[Value, partial(check_number, closed_high=True)]
 Divisor = Annotated[Value, partial(check_number, open_low=True, closed_high=True)]
-Steps = Annotated[Value, _steps]
-Whole = Annotated[Value, partial(_steps, low=0)]
+Steps = Annotated[Value, steps]
+Whole = Annotated[Value, partial(steps, low=0)]
 Bits = Annotated[Value, _bits]
 Names = Annotated[tuple[str, ...], lambda name, value: tuple(value)]
-First = Annotated[Value, partial(_steps, low=-NEVER, high=NEVER)]  # what is counted from, where others are counted to
+First = Annotated[Value, partial(steps, low=-NEVER, high=NEVER)]  # what is counted from, where others are counted to
 
 
 class Vector(Checked):

@@ -200,12 +200,12 @@ class DynamicLossScaleUpdateCell(nn.Module):
         self.register_buffer("cur_iter", torch.ones((), dtype=torch.int64))
         self.register_buffer("streak", torch.zeros((), dtype=torch.int32))
         self._live: Scale | None = None
-        self._made: tuple[float, float] | None = None
 
     @property
     def policy(self) -> ScalePolicy:
         """Preset "mindspore_cell" from the first scale."""
-        return _cell_policy(self.loss_scale_value, self.scale_factor, self.scale_window)
+        given = {"scale_factor": self.scale_factor, "scale_window": self.scale_window}
+        return preset("mindspore_cell", loss_scale_value=self.loss_scale_value, **given)
 
     @property
     def last_overflow_iter(self) -> Tensor:
@@ -219,9 +219,8 @@ class DynamicLossScaleUpdateCell(nn.Module):
     def forward(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """One step: () or (1,) float32 `loss_scale` is changed in place, the bool tensor `overflow` returned."""
         need_flag("overflow", overflow)
-        settings = self.scale_factor, self.scale_window
-        if self._live is None or settings != self._made:  # not before: the first step tells of a factor out of range
-            self._live, self._made = Scale(_cell_policy(1.0, *settings), loss_scale), settings
+        if self._live is None:  # not before: the first step tells of a factor out of range
+            self._live = Scale(self.policy, loss_scale)
         if self.streak.device != loss_scale.device:
             self.to(loss_scale.device)
         # the scale is the caller's, and whoever moved this module has replaced its buffers
@@ -229,7 +228,3 @@ class DynamicLossScaleUpdateCell(nn.Module):
         self._live.advance_(overflow.float())
         self.cur_iter.add_(_ONE)
         return overflow
-
-
-def _cell_policy(scale: float, factor: float, window: float) -> ScalePolicy:
-    return preset("mindspore_cell", loss_scale_value=scale, scale_factor=factor, scale_window=window)

@@ -21,14 +21,10 @@ Nest = TypeVar("Nest")
 
 
 def checked_scale(name: str, value: float) -> float:
-    """A number >= 1 that float32 holds, as it came; NaN is one, as in MindSpore. Raises TypeError or ValueError."""
-    if not is_number(value):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}; a scale multiplies the loss to lift gradients")
-    if isinstance(value, int) and value > torch.finfo(torch.float32).max:
-        raise ValueError(f"{name} must fit a float32, got an int of {value.bit_length()} bits")
-    return value
+    """A number >= 1; NaN is one, as in MindSpore. Raises TypeError or ValueError."""
+    if is_number(value) and math.isnan(value):
+        return value
+    return check_number(name, value, low=1.0, closed_high=True)
 
 
 AtLeast1 = Annotated[float, checked_scale]
@@ -157,9 +153,7 @@ class DynamicLossScaler(LiveScaler):
     """
 
     @checked
-    def __init__(self, scale_value: AtLeast1, scale_factor: Count, scale_window: int) -> None:
-        checked_scale("scale_factor", scale_factor)
-        check_count("scale_window", scale_window)
+    def __init__(self, scale_value: AtLeast1, scale_factor: Count, scale_window: Count) -> None:
         # the first scale of the rule is not looked at: it moves any
         rule = preset("mindspore_scaler", scale_value=1.0, scale_factor=scale_factor, scale_window=scale_window)
         super().__init__(Scale(rule, torch.tensor(scale_value, dtype=torch.float32)))
@@ -251,27 +245,25 @@ def scale_of(scale_sense: object, device: torch.device | str) -> Scale:
     Raises:  TypeError for a number or a manager; ValueError for another shape, several scales, or a scale that is 0,
              infinite or NaN.
     """
-    if isinstance(scale_sense, Tensor):
-        return Scale(ScalePolicy.fixed(1.0), scale_tensor(scale_sense, device, "scale_sense"))
-    if isinstance(scale_sense, Scale | LossScaler):
-        value = scale_sense.value if isinstance(scale_sense, Scale) else scale_sense.scale_value
-        if (scales := value.numel()) != 1:
-            way_out = "take one of its policies, policy[i], or train layers with mpkit.boost.GroupLossScaleManager"
-            raise ValueError(f"one loss has one scale, and this scaler has {scales}: {way_out}")
-        copied = scale_tensor(value, device, "scale_sense")
-        if isinstance(scale_sense, Scale):
-            return scale_sense.to_(device)
-        if isinstance(scale_sense, LiveScaler) and type(scale_sense).adjust is LiveScaler.adjust:
-            return scale_sense.live.to_(device)
-        return FollowingScale(scale_sense, copied)
-    if callable(scale_sense) and hasattr(scale_sense, "get_loss_scale"):
-        if isinstance(scale_sense, torch.nn.Module):
-            scale_sense.to(device)
-        return FollowingScale(scale_sense, scale_tensor(float(scale_sense.get_loss_scale()), device, "scale_sense"))
-    manager = hasattr(scale_sense, "get_update_cell")
-    hint = "ask the manager for its cell with get_update_cell()" if manager else "wrap a number with torch.tensor(...)"
-    what = "an update cell, a loss scaler or a tensor of shape () or (1,)"
-    raise TypeError(f"scale_sense must be {what}, got {type(scale_sense).__name__}; {hint}")
+    exact = isinstance(scale_sense, LiveScaler) and type(scale_sense).adjust is LiveScaler.adjust
+    owner: Any = scale_sense.live if isinstance(scale_sense, LiveScaler) and exact else scale_sense
+    if isinstance(owner, Tensor | Scale | LossScaler):
+        start: Any = getattr(owner, "scale_value", getattr(owner, "value", owner))
+    elif callable(owner) and hasattr(owner, "get_loss_scale"):
+        start = float(owner.get_loss_scale())
+    else:
+        manager = hasattr(owner, "get_update_cell")
+        hint = (
+            "ask the manager for its cell with get_update_cell()" if manager else "wrap a number with torch.tensor(...)"
+        )
+        what = "an update cell, a loss scaler or a tensor of shape () or (1,)"
+        raise TypeError(f"scale_sense must be {what}, got {type(owner).__name__}; {hint}")
+    copied = scale_tensor(start, device, "scale_sense")
+    if isinstance(owner, Scale):
+        return owner.to_(device)
+    if isinstance(owner, torch.nn.Module):
+        owner.to(device)
+    return Scale(ScalePolicy.fixed(1.0), copied) if isinstance(owner, Tensor) else FollowingScale(owner, copied)
 
 
 class FollowingScale(Scale):

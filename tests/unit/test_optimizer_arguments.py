@@ -234,23 +234,6 @@ def test_a_list_of_rates_of_another_length_is_refused_in_a_group_added_later():
     assert not optimizer.rates_grouped
 
 
-def test_decay_by_name_only_without_groups_and_biases_are_decayed():
-    def moved(params: Any) -> set[str]:
-        optimizer = opt.SGD(params, 1.0, weight_decay=0.5)
-        for _, p in named:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        return {n for n, p in named if p.detach()[0] != 1}
-
-    names = ["fc.weight", "fc.bias", "bn.gamma", "bn.beta", "alphabeta"]
-    named = [(n, nn.Parameter(torch.ones(2))) for n in names]
-    assert moved(named) == {"fc.weight", "fc.bias"}
-    named = [(n, nn.Parameter(torch.ones(2))) for n in names]
-    assert moved([{"params": named}]) == set(names)
-    named = [(n, nn.Parameter(torch.ones(2))) for n in names]
-    assert moved([p for _, p in named]) == set(names)  # no names, no rule
-
-
 def net() -> nn.Module:
     return nn.ModuleDict({"conv": nn.Conv2d(1, 2, 3), "norm": nn.LayerNorm(4), "fc": nn.Linear(4, 2)})
 

@@ -97,28 +97,6 @@ def test_lazy_adam_moves_the_entries_of_a_gradient_with_several_sparse_axes(dtyp
     assert torch.equal(p, whole)  # where there is no gradient Adam does not move either, from zero moments
 
 
-TWINS = {
-    "Rprop": (lambda p: opt.Rprop(p, 0.01), lambda p: torch.optim.Rprop(p, 0.01)),
-    "Momentum": (lambda p: opt.Momentum(p, 0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
-    "Adadelta": (lambda p: opt.Adadelta(p, 1.0), lambda p: torch.optim.Adadelta(p, 1.0, eps=1e-6)),
-}
-
-
-@pytest.mark.usefixtures("flags")
-@pytest.mark.parametrize("found", [None, 0.0])
-@pytest.mark.parametrize("name", TWINS)
-def test_float64_weights_are_trained_in_float64(name, found):
-    a, b = (nn.Parameter(torch.linspace(-3, 3, 7, dtype=torch.float64)) for _ in range(2))
-    ours, theirs = (make([p]) for make, p in zip(TWINS[name], (a, b)))
-    for step in range(6):
-        for p in (a, b):
-            p.grad = torch.sin(p.detach() * (step + 1))
-        ours.found_inf = None if found is None else torch.zeros(())
-        ours.step()
-        theirs.step()
-    torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
-
-
 @pytest.mark.usefixtures("flags")
 def test_a_schedule_on_the_device_gives_float64_weights_all_their_digits():
     p = one_weight(torch.float64)

@@ -13,7 +13,6 @@ from frameworks import SINGLE, of, short
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import assert_same, tries
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.policies import ScalePolicy, initial, preset, run, stack, tensor_scale_preset
 from mpkit.scalers import (
@@ -31,18 +30,6 @@ from mpkit.scalers import (
     check_and_unscale_,
 )
 from mpkit.scalers.scaler import scale_of
-
-
-class HostReads(TorchDispatchMode):
-    """Counts how often a tensor is read on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def bits(x: torch.Tensor) -> list[int]:
@@ -115,25 +102,6 @@ def test_all_finite_of_large_sums_and_other_kinds():
     assert not all_finite([x / 0]).requires_grad
 
 
-def test_nothing_is_read_on_the_host():
-    scale, grads = torch.tensor(1024.0), [torch.ones(5), torch.ones(5).half()]
-    scalers = [DynamicLossScaler(2.0**10, 2, 2), *(PolicyLossScaler(of(name)) for name in SINGLE)]
-    cell, flag = DynamicLossScaleUpdateCell(1024.0, 2, 2), torch.tensor(True)
-    with HostReads() as reads:
-        for _ in range(5):
-            found = check_and_unscale_(grads, scale)
-            finite = all_finite(grads)
-            cell(scale, found != 0)
-            for scaler in scalers:
-                scaler.unscale(scaler.scale(grads))
-                scaler.adjust(finite)
-                scaler.adjust(flag.logical_not())
-    assert reads.count == 0
-    with HostReads() as reads:
-        scalers[1].check()
-    assert reads.count == 1  # the counter counts
-
-
 # --- the MindSpore classes -------------------------------------------------------------------------------------------
 
 
@@ -161,22 +129,6 @@ def test_managers_and_their_cells():
 
 
 # --- any policy as a scaler ------------------------------------------------------------------------------------------
-
-
-def test_history_tells_what_was_decided_and_forgets_the_oldest():
-    policy, finite = preset("torch", init_scale=8.0, growth_interval=2), [True, True, False, True, True, True, False]
-    whole, short = PolicyLossScaler(policy), PolicyLossScaler(policy, remember=3)
-    none = PolicyLossScaler(policy, remember=0)
-    for flag in finite:
-        for scaler in (whole, short, none):
-            assert scaler.adjust(torch.tensor(flag))
-    want = run(policy, finite)
-    for got, kept in ((whole.history(), 7), (short.history(), 3)):
-        assert got.scale.tolist() == want.scale[-kept:].tolist()
-        assert got.reasons.tolist() == want.reasons[-kept:].tolist()
-        assert got.skipped.tolist() == want.skipped[-kept:].tolist()
-    assert none.history().scale.size == 0
-    assert whole.history().final == want.final
 
 
 @pytest.mark.parametrize("rule", [False, True])
@@ -259,25 +211,6 @@ def test_every_scaler_tells_its_policy(name):
     assert seen == want.scale.tolist()
 
 
-def test_a_subclass_is_heard_in_a_training_step():
-    heard = []
-
-    class Own(DynamicLossScaler):
-        def adjust(self, grads_finite):
-            heard.append(bool(grads_finite))
-            return super().adjust(grads_finite)
-
-    class OwnCell(DynamicLossScaleUpdateCell):
-        def forward(self, loss_scale, overflow):
-            heard.append(bool(overflow))
-            return super().forward(loss_scale, overflow)
-
-    scaler, cell = Own(64, 2, 3), OwnCell(64, 2, 3)
-    for sense in (scaler, cell):
-        scale_of(sense, "cpu").advance_(torch.ones(()))
-    assert (heard, float(scaler.scale_value)) == ([False, True], 32)
-
-
 def test_a_floor_and_a_cap_are_numbers_of_the_scales_format():
     flags = [False] * 3 + [True] * 20
     for bits, kind in ((16, np.float16), (32, np.float32), (64, np.float64)):
@@ -326,7 +259,7 @@ def test_state_of_another_kind_is_refused():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        *((lambda v=v: StaticLossScaler(v), ValueError, "at least 1") for v in (0.5, 0, -math.inf)),
+        *((lambda v=v: StaticLossScaler(v), ValueError, r"in \[1, inf\]") for v in (0.5, 0, -math.inf)),
         (lambda: DynamicLossScaler(8, 2.0, 2), TypeError, "scale_factor must be an int"),
         (lambda: DynamicLossScaler(8, 0, 2), ValueError, "scale_factor must be at least 1"),
         (lambda: DynamicLossScaler(8, 2, 0), ValueError, "scale_window must be at least 1"),
@@ -335,7 +268,7 @@ def test_state_of_another_kind_is_refused():
         (lambda: all_finite(torch.ones(2)), TypeError, r"write \[x\]"),
         (lambda: all_finite([None]), ValueError, "no gradient"),
         (lambda: check_and_unscale_([None, None], torch.tensor(2.0)), ValueError, "Call backward"),
-        (lambda: FixedLossScaleManager(0.5), ValueError, "loss_scale must be at least 1"),
+        (lambda: FixedLossScaleManager(0.5), ValueError, "loss_scale must be in"),
         (lambda: DynamicLossScaleManager(8, 0), ValueError, r"scale_factor must be in \(0, inf\]"),
         (
             lambda: DynamicLossScaleManager().update_loss_scale(torch.tensor(0.5)),
@@ -449,9 +382,12 @@ def test_policies_of_a_vector_take_part_or_stay_as_they_are():
     assert (scale.value.tolist(), scale.counts["good"].tolist()) == ([16.0, 4.0, 8.0], [0, 0, 1])
 
 
-def test_a_step_sees_one_kind_of_scale_whatever_it_is_given():
+def test_a_step_sees_one_kind_of_scale_whatever_it_is_given_and_a_subclass_is_heard():
+    heard = []
+
     class Own(DynamicLossScaler):
         def adjust(self, grads_finite):
+            heard.append(bool(grads_finite))
             return super().adjust(grads_finite)
 
     senses = [
@@ -462,6 +398,7 @@ def test_a_step_sees_one_kind_of_scale_whatever_it_is_given():
         scale = scale_of(sense, "cpu")
         scale.advance_(torch.ones(()))
         assert scale.seed == 32, sense
+    assert heard == [False]
     assert scale_of(senses[0], "cpu") is senses[0].live
     fixed = scale_of(torch.tensor([64.0]), "cpu")
     fixed.advance_(torch.ones(()))

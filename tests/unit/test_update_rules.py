@@ -57,33 +57,6 @@ def test_the_same_bits_as_torch_over_200_steps(twin, foreach):
         assert torch.equal(a, b)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("twin", TWINS)
-def test_within_a_millionth_of_torch_on_a_gpu(twin):
-    mine, theirs = parameters(device="cuda"), parameters(device="cuda")
-    ours, torchs = TWINS[twin][0](mine), TWINS[twin][1](theirs)
-    for step in range(200):
-        give_gradients(mine, step)
-        give_gradients(theirs, step)
-        ours.step()
-        torchs.step()
-    for a, b in zip(mine, theirs):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
-
-def test_adam_is_torchs_adam_with_eps_outside_the_bias_correction():
-    mine, theirs = parameters(), parameters()
-    ours, torchs = opt.Adam(mine, 0.03, eps=1e-3), torch.optim.Adam(theirs, 0.03, foreach=True)
-    for step in range(50):
-        give_gradients(mine, step)
-        give_gradients(theirs, step)
-        torchs.param_groups[0]["eps"] = 1e-3 / math.sqrt(1 - 0.999 ** (step + 1))
-        ours.step()
-        torchs.step()
-    for a, b in zip(mine, theirs):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 def test_asgd_begins_to_average_after_t0_steps_as_torch_does(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = (nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64)) for _ in range(2))
@@ -131,10 +104,11 @@ def test_lamb_ratio_is_one_where_the_weight_is_zero():
 
 @pytest.mark.parametrize("shape", [(4, 6), (24,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("applied", [0, 9_000, 40_000])
 @pytest.mark.parametrize(
     "kind", [{"learning_rate": 0.03, "relative_step": False}, {}, {"warmup_init": True}, {"scale_parameter": False}]
 )
-def test_adafactor_formula(shape, on_device, kind, monkeypatch):
+def test_adafactor_formula(shape, on_device, applied, kind, monkeypatch):
     """Shazeer and Stern 2018, algorithms 4 and 5, in float64, every number another one than the default."""
     if on_device:
         monkeypatch.setattr(base, "AT_HAND", frozenset())
@@ -144,8 +118,9 @@ def test_adafactor_formula(shape, on_device, kind, monkeypatch):
     p, m, second = nn.Parameter(w.clone()), torch.zeros_like(w), 0.0
     settings = {"eps": (eps1, eps2), "clip_threshold": clip, "decay_rate": decay_rate, "beta1": beta1}
     optimizer = opt.AdaFactor([p], weight_decay=decay, **settings, **kind)
+    optimizer.param_groups[0]["updates"] = applied  # its own rate falls with the root of the step after 10,000
     optimizer.found_inf = torch.zeros(()) if on_device else None
-    for t in range(1, 7):
+    for t in range(applied + 1, applied + 7):
         g = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.3
         p.grad = g.clone()
         optimizer.step()
@@ -162,30 +137,6 @@ def test_adafactor_formula(shape, on_device, kind, monkeypatch):
         m = beta1 * m + (1 - beta1) * step
         w = w - decay * rate * w - m
         torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("warmup", [False, True])
-@pytest.mark.parametrize("applied", [9_000, 40_000])
-def test_adafactors_own_rate_falls_with_the_root_of_the_step_after_ten_thousand(
-    applied: int, warmup: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shazeer and Stern 2018: min(1e-2, 1 / sqrt(t)), or min(1e-6 t, 1 / sqrt(t)); a constant gradient moves by it."""
-    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer = opt.AdaFactor([p], beta1=0.0, scale_parameter=False, warmup_init=warmup)
-    p.grad = torch.full((3,), 0.5, dtype=torch.float64)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    saved["global_step"] = saved["param_groups"][0]["updates"] = applied
-    optimizer.load_state_dict(saved)
-    if on_device:
-        monkeypatch.setattr(base, "AT_HAND", frozenset())
-        optimizer.found_inf = torch.zeros(())
-    before = p.detach().clone()
-    optimizer.step()
-    t = applied + 1
-    rate = min(1e-6 * t if warmup else 1e-2, 1 / math.sqrt(t))
-    torch.testing.assert_close(before - p.detach(), torch.full_like(before, rate), rtol=1e-9, atol=0)
 
 
 def test_adafactor_divides_by_no_loss_scale() -> None:
@@ -213,16 +164,6 @@ def test_lars_formula(clip):
         v = 0.9 * v + q * (g + 0.02 * w)
         w = w - 0.05 * v
     torch.testing.assert_close(got, w, rtol=1e-12, atol=1e-12)
-
-
-def test_lars_leaves_bias_and_layer_norm_alone():
-    named = [(n, nn.Parameter(torch.ones(2))) for n in ("fc.weight", "fc.bias", "LayerNorm.weight")]
-    optimizer = opt.LARS(opt.SGD(named, 1.0, weight_decay=0.5), coefficient=1e-9)
-    for _, p in named:
-        p.grad = torch.full((2,), 0.25)
-    optimizer.step()
-    moved = {n: float(p.detach()[0]) for n, p in named}
-    assert moved == {"fc.weight": pytest.approx(1.0), "fc.bias": 0.75, "LayerNorm.weight": 0.75}
 
 
 def test_lars_with_clipping_leaves_weights_of_zero_alone_while_a_warm_up_is_at_zero():
