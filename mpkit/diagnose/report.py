@@ -10,7 +10,6 @@ from mpkit.diagnose.cure import Cure
 from mpkit.diagnose.precision import ModuleLoss
 from mpkit.diagnose.watch import Operand
 from mpkit.diagnose.words import WORDS, said
-from mpkit.formats import get_format
 from mpkit.replay.percent import percent
 
 VERDICTS: dict[str, str] = WORDS["verdicts"]
@@ -142,9 +141,7 @@ def _hint(report: Report) -> list[str]:
             if key in operation.split("_") or ("_" in key and key in operation):
                 below = report.phase == "forward" and any(operand.low < 0 for operand in report.operands)
                 return ["negative" if below and key in ("log", "sqrt", "rsqrt") else hint]
-    native = report.dtype in ("float16", "bfloat16", "float32", "float64")
-    brought = report.operation == "masked_fill" or any(operand.nonfinite for operand in report.operands)
-    return ["no_infinity"] if brought and not native and not get_format(report.dtype).has_inf else []
+    return []
 
 
 def power(value: float) -> str:

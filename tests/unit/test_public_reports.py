@@ -1,5 +1,6 @@
 # ruff: noqa: E501  (one report per line reads best)
-"""Public reports of mixed precision gone wrong, each as the smallest network that shows it; loops: `test_watch_loop`.
+"""Public reports of mixed precision gone wrong, each as the smallest network that shows it; loops: `test_watch_loop`,
+set-ups before the first step: `test_preflight`.
 
 A row begins with the report (owner/repository#number on GitHub) and what it says in short.
 """
@@ -18,7 +19,7 @@ from test_diagnose import Written, linear
 from test_diagnose_silent import Table
 from torch import Tensor, nn
 
-from mpkit.diagnose import diagnose, preflight
+from mpkit.diagnose import diagnose
 
 HALF, BF16 = torch.float16, torch.bfloat16
 
@@ -157,44 +158,3 @@ def test_a_mask_that_float16_cannot_hold_is_told_with_the_way_out() -> None:
     network = Written(filled, first=linear(8), last=last())
     with torch.autocast("cpu", HALF), pytest.raises(RuntimeError, match=r"finfo\(x\.dtype\)\.min"):
         diagnose(network, randn(4, 8), mean, level=None)
-
-
-# --- before the first step
-
-
-def in_16_bits(dtype: torch.dtype = HALF) -> nn.Module:
-    return nn.Sequential(linear(8), last()).to(dtype)
-
-
-def with_gradients(network: nn.Module, gradient: float = 1e-3) -> nn.Module:
-    for p in network.parameters():
-        p.grad = torch.full_like(p, gradient)
-    return network
-
-
-def broken_statistics() -> nn.Module:
-    """A step that was skipped, whose batch norm has seen the infinity all the same."""
-    network = nn.Sequential(linear(8), nn.BatchNorm1d(8), last())
-    with torch.autocast("cpu", HALF):
-        network(randn(4, 8, gain=1e5))
-    return network
-
-
-SETUPS: list[tuple[str, Callable[[], nn.Module], Any, str, str]] = [
-    ("afiaka87/glide-finetune#5, chainer/chainer#6299, keras-team/keras#11860 Adam's eps in fp16", in_16_bits, torch.optim.Adam, "eps=1e-08 is zero in fp16", "use eps >="),
-    ("Lightning-AI/pytorch-lightning#5140, huggingface/transformers#23165 unscaling FP16 gradients", in_16_bits, torch.optim.SGD, "refuses its gradient", "network.float()"),
-    ("pytorch/pytorch#58392, #88474, #90342 NaN in evaluation alone", broken_statistics, torch.optim.SGD, "evaluation reads them", "reset_running_stats()"),
-    ("google-deepmind/optax#1754 a state of squares in fp16", in_16_bits, torch.optim.Adam, "eps=1e-08", "keep parameters and states in float32"),
-    ("pytorch/ao#1124, zyushun/Adam-mini#26 updates below a step of bfloat16", lambda: with_gradients(in_16_bits(BF16)), torch.optim.AdamW, "change nothing", "BFloat16Weights"),
-    ("Nerogar/OneTrainer#996 no weight decay in bfloat16", lambda: in_16_bits(BF16), torch.optim.AdamW, "never decay", "BFloat16Weights"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("report", "make", "kind", "what", "way"), SETUPS, ids=lambda v: v.split()[0] if isinstance(v, str) else ""
-)
-def test_a_set_up_of_a_report(report: str, make: Callable[[], nn.Module], kind: Any, what: str, way: str) -> None:
-    network = make()
-    found = [f for f in preflight(network, kind(network.parameters(), lr=1e-5), "torch_autocast") if what in f.what]
-    assert found, report
-    assert way in found[0].way_out
