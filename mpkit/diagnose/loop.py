@@ -193,16 +193,17 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     def _of_scaler(self, watching: Call, original: Call, scaler: GradScaler, *args: object, **more: object) -> object:
         """Let `watching` see what the reader asks of a scaler that is enabled; what it asks of itself is its own."""
+
+        def inside(*args: object, **more: object) -> object:
+            self._in_scaler = True
+            try:
+                return original(scaler, *args, **more)
+            finally:
+                self._in_scaler = False
+
         if self._in_scaler or not getattr(scaler, "is_enabled", lambda: True)():
             return original(scaler, *args, **more)
-        return watching(partial(self._inside, original, scaler), scaler, *args, **more)
-
-    def _inside(self, original: Call, *args: object, **more: object) -> object:
-        self._in_scaler = True
-        try:
-            return original(*args, **more)
-        finally:
-            self._in_scaler = False
+        return watching(inside, scaler, *args, **more)
 
     def _scale(self, original: Call, scaler: GradScaler, outputs: object) -> object:
         scaled = original(outputs)
@@ -226,7 +227,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         watched = self._of(optimizer)
         if watched is None:
             return original(optimizer, *args, **more)
-        self._about_to_step(watched, scaler)
+        self._check_step(watched, scaler)
         watched.applied = False
         result = original(optimizer, *args, **more)
         watched.waits_for = scaler
@@ -257,23 +258,21 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             self._known[optimizer] = self._watch(optimizer) if another else found
         return self._known[optimizer]
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        watched = self._of(optimizer)
-        if watched is not None and self._stepping in (None, optimizer):  # else it is one inside another
-            self._stepping, watched.applied = optimizer, True
-            if not self._in_scaler and not _has_closure(args, kwargs):
-                self._about_to_step(watched, None)
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._stepping = self._stepping or optimizer  # the outer one, where one is inside another
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        watched = self._of(optimizer)
-        if watched is not None and optimizer is self._stepping:
-            self._stepping = None
-            if not self._in_scaler and _has_closure(args, kwargs):  # the closure runs the backward pass
-                self._about_to_step(watched, None)
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """A step leaves the gradients as they were, and a closure has made them only now."""
+        if optimizer is not self._stepping:
+            return
+        self._stepping = None
+        if (watched := self._of(optimizer)) is not None:
+            watched.applied = True
             if not self._in_scaler:
+                self._check_step(watched, None)
                 self._stepped(watched)
 
-    def _about_to_step(self, watched: Watched, scaler: GradScaler | None) -> None:
+    def _check_step(self, watched: Watched, scaler: GradScaler | None) -> None:
         watched.see_rates()
         fresh, first = watched.fresh, watched.first_scaler
         watched.first_scaler = scaler if first is None else first
@@ -323,8 +322,3 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
                 idle_optimizer=not watched.steps and watched.passes and busiest > 1,
                 schedule_counts_skips=every and {"skipped", "schedule"} in watched.life,
             )
-
-
-def _has_closure(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether the arguments of an optimizer's step hold one."""
-    return kwargs.get("closure") is not None or any(map(callable, args[1:]))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from mpkit.formats import BF16, FloatFormat
 from mpkit.step.phases import checked_loss
 
 LossFn = Callable[..., Tensor]
-SMALLEST, LARGEST = -40, 127  # exponents of the loss scales that are tried
+EXPONENTS = range(-40, 128)  # of the loss scales that are tried
 
 
 class Pass:
@@ -44,10 +44,6 @@ class Pass:
                 stack.enter_context(without_autocast(device_of(network)))
             stack.enter_context(self.watch)  # in the backward pass too: re-entrant checkpoints run modules
             loss = loss_of(network, batch, loss_fn)
-            if not self.parameters:
-                raise ValueError(
-                    "no parameter of the network has requires_grad=True, so there is no gradient to look at"
-                )
             self.wide = loss.float()
             self.watch.backward = True
             self.gradients = self.again(scale)
@@ -57,8 +53,15 @@ class Pass:
         self.bad = [t for t in results if t is not None and not bool(t.isfinite().all())]
 
     def again(self, scale: float) -> list[Tensor | None]:
-        """The gradients at another scale."""
-        return gradients_of(self.wide, self.parameters, scale)
+        """The gradients of loss * scale, dense. Out of an autocast region, as a loop does it.
+
+        The parameters are those of a copy: `backward()`, which a re-entrant checkpoint needs, overwrites their `grad`.
+        """
+        for p in self.parameters:
+            p.grad = None
+        with torch.autocast(self.wide.device.type, enabled=False):
+            self.wide.backward(torch.full_like(self.wide, scale), retain_graph=True)
+        return [p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad for p in self.parameters]
 
     @property
     def finite(self) -> bool:
@@ -66,16 +69,12 @@ class Pass:
 
     def largest_scale(self) -> float | None:
         """Largest 2**k with finite gradients, by bisection; None if not even the smallest works."""
-        works, fails = SMALLEST, LARGEST + 1
-        if not self._works(works):
-            return None
-        while fails - works > 1:
-            middle = (works + fails) // 2
-            works, fails = (middle, fails) if self._works(middle) else (works, middle)
-        return 2.0**works
 
-    def _works(self, exponent: int) -> bool:
-        return all(bool(g.isfinite().all()) for g in self.again(2.0**exponent) if g is not None)
+        def fails(exponent: int) -> bool:
+            return not all(bool(g.isfinite().all()) for g in self.again(2.0**exponent) if g is not None)
+
+        first = bisect_left(EXPONENTS, True, key=fails)
+        return 2.0 ** EXPONENTS[first - 1] if first else None
 
     def lost(self, gradients: list[Tensor | None]) -> float:
         """Share of the values that are not zero in this pass and zero in `gradients`; NaN when those are not finite."""
@@ -114,37 +113,31 @@ class Question:
             loss_fn = loss_fn.float() if isinstance(loss_fn, nn.Module) else loss_fn
             return Pass(remove_mixed_precision(network).float(), loss_fn, self.batch, 1.0, plain=True)
 
-    def low(self) -> tuple[nn.Module, LossFn | None]:
-        """The network at the level, and its loss."""
+    def at(self, scale: float, cure: Cure | None = None) -> Pass:
+        """At the level and this scale, once the advice of a cure is followed."""
+        kind, what = (cure.kind, cure.what) if cure is not None else ("", "")
+        level = what if kind == "level" else self.level
+        emulated = isinstance(self.dtype, FloatFormat)
+        dtype = self.dtype if kind != "bfloat16" else BF16 if emulated else torch.bfloat16
         network, loss_fn = copied(self.network, self.loss_fn)
-        if self.level is None:
-            return network, loss_fn
-        return auto_mixed_precision(remove_mixed_precision(network).float(), self.level, self.dtype), loss_fn
-
-    def at(self, scale: float) -> Pass:
-        """At the level and this scale."""
-        where = f"at level {self.level}" if self.level is not None else "with the levels that the network has"
-        self.again()
-        with _saying(f"the batch runs in float32 but not {where} in {self.dtype}"):
-            return Pass(*self.low(), self.batch, scale)
-
-    def cured(self, cure: Cure) -> Pass | None:
-        """At scale 1 once the advice is followed; None where a float32 result then meets a 16-bit weight."""
-        asked = replace(self, level=cure.what) if cure.kind == "level" else self
-        inside: Any = nullcontext()
-        if cure.kind == "bfloat16":
-            asked = replace(self, dtype=BF16 if isinstance(self.dtype, FloatFormat) else torch.bfloat16)
-            inside = torch.autocast(device_of(self.network), torch.bfloat16) if self.level is None else inside
-        network, loss_fn = asked.low()
-        for module in cure.keeps(network):
+        if level is not None:
+            auto_mixed_precision(remove_mixed_precision(network).float(), level, dtype)
+        for module in cure.keeps(network) if cure is not None else ():
             to_float(module, torch.float32)
-        if cure.kind == "loss" and loss_fn is not None:
+        if kind == "loss" and loss_fn is not None:
             loss_fn = partial(_in_float32, loss_fn)
         self.again()
+        with ExitStack() as stack:
+            stack.enter_context(_saying(f"the batch runs in float32 but not at level {level} in {dtype}"))
+            if kind == "bfloat16" and level is None:
+                stack.enter_context(torch.autocast(device_of(network), torch.bfloat16))
+            return Pass(network, loss_fn, self.batch, scale)
+
+    def cured(self, cure: Cure) -> Pass | None:
+        """At scale 1 with this cure; None where a network or a loss refuses it, as a 16-bit weight does float32."""
         try:
-            with inside:
-                return Pass(network, loss_fn, self.batch, 1.0)
-        except Exception:  # whatever a network or a loss raises for a dtype that it does not take
+            return self.at(1.0, cure)
+        except Exception:  # whatever they raise
             return None
 
 
@@ -186,22 +179,10 @@ def _in_float32(loss_fn: LossFn, output: object, *target: object) -> Tensor:
     return loss_fn(wide, *target)
 
 
-def gradients_of(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> list[Tensor | None]:
-    """The gradients of loss * scale, dense; the graph stays. Out of an autocast region, as a loop does it.
-
-    The parameters are those of a copy: `backward()`, which a re-entrant checkpoint asks for, overwrites their `grad`.
-    """
-    for p in parameters:
-        p.grad = None
-    with torch.autocast(loss.device.type, enabled=False):
-        loss.backward(torch.full_like(loss, scale), retain_graph=True)
-    return [p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad for p in parameters]
-
-
 def loss_of(network: nn.Module, batch: object, loss_fn: LossFn | None) -> Tensor:
     """The loss of a batch in any of the forms that `diagnose` takes."""
     if loss_fn is None:
-        loss = network(*batch) if isinstance(batch, tuple | list) else network(batch)
+        loss = _forward(network, batch)
     elif isinstance(batch, tuple | list) and len(batch) == 2:
         loss = loss_fn(_forward(network, batch[0]), batch[1])
     elif isinstance(batch, Tensor | Mapping):

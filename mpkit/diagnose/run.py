@@ -50,8 +50,8 @@ def diagnose(
         scale:    the loss scale to ask about (finite; 0, as a collapsed scaler has it, is explained).
         dtype:    what the level computes in: torch.float16, torch.bfloat16, or a FloatFormat to emulate.
     Raises:  TypeError, ValueError for wrong arguments, a network that cannot be copied or is TorchScript, a loss that
-             is not one number; RuntimeError, with torch's own words, for a batch that does not run in float32, or uses
-             an operation that does not exist in the low precision.
+             is not one number or has no gradient; RuntimeError, with torch's own words, for a batch that does not run
+             in float32, or uses an operation that does not exist in the low precision.
     Edges:   infinities that an attention mask puts in on purpose are no fault as long as a softmax removes them. The
              search assumes that where a scale works, every smaller scale works too.
     """
@@ -122,9 +122,7 @@ def _report(
     if event is not None and not leaves:
         seen = {key: getattr(event, key) for key in ("phase", "module", "operation", "gradient_of", "operands")}
     if low is not None:
-        seen |= {"max_scale": largest, "lost": full.lost(low.again(1.0))}
-    if low is not None and low.finite:
-        seen["lost_at_scale"] = full.lost(low.gradients)
+        seen |= {"max_scale": largest, "lost": full.lost(low.again(1.0)), "lost_at_scale": full.lost(low.gradients)}
         seen |= {} if largest is None else {"lost_at_best": full.lost(low.again(largest))}
     return Report(verdict, full.loss, (low or full).loss, scale, level, dtype_name(asked.dtype), **seen)
 

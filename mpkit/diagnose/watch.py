@@ -247,16 +247,13 @@ def numbers(t: Tensor) -> Tensor:
 
 
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}  # two numbers in a byte, which no operation reads
 _KINDS = {math.inf: "inf", -math.inf: "-inf"}
 _FLUSHING = ("_to_copy", "mul", "div", "exp", "_softmax", "pow", "sigmoid")  # zero from what is none
 
 
 def checkable(t: Tensor) -> bool:
-    if t._is_zerotensor():  # a tangent of zeros, as forward mode makes for a bias: it has no memory to read
-        return False
-    kind = (t.is_floating_point() and t.dtype not in _PACKED) or t.is_complex()
-    return kind and t.layout in _LAYOUTS and t.device.type != "meta" and t.numel() > 0
+    kind = t.is_floating_point() or t.is_complex()
+    return kind and t.layout in _LAYOUTS and not t.is_meta and t.numel() > 0
 
 
 def finite(t: Tensor) -> bool:

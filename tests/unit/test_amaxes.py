@@ -140,15 +140,6 @@ def test_what_one_scale_flushes_is_counted_as_rounding_has_it():
     assert recommend_recipe(recorder.amax_trace())[0] == "te_hybrid_delayed"
 
 
-def test_a_tensor_of_one_magnitude_needs_no_blocks():
-    net = network()
-    recorder = Recorder(net, activations=True, amaxes=True)
-    run(net, recorder, range(3))
-    name, reasons = recommend_recipe(recorder.amax_trace(), recorder.trace())
-    assert name == "te_current"  # its inputs grow from step to step
-    assert not any("one scale" in reason for reason in reasons)
-
-
 def test_bad_input_is_refused():
     recorder = Recorder(network())
     run(recorder.network, recorder, range(1))

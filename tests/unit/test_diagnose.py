@@ -135,12 +135,6 @@ def routed() -> nn.Module:
     return Written(forward, gate=linear(4), experts=nn.ModuleList(linear() for _ in range(4)))
 
 
-def upscaled() -> nn.Module:
-    torch.manual_seed(19)
-    up = nn.Sequential(nn.ConvTranspose2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.ReLU())
-    return up.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)])
-
-
 def words_in(table: nn.Module) -> nn.Module:
     torch.manual_seed(21)
     return nn.Sequential(table, Op(lambda e: e.mean(1)), nn.Linear(8, 3))
@@ -234,7 +228,6 @@ FAULTS = [
     Fault("exp in place", lambda: chain(lambda x: x.mul_(0).add_(20).exp_()), rows, "forward_overflow", "forward", "fault", "exp"),
     Fault("every target ignored", lambda: chain(), lambda: (rows()[0], torch.full((4,), -100)), "model_non_finite", "forward", "(loss function)", "nll_loss"),
     Fault("negative running variance", lambda: with_weight(convolution().eval(), "norm.running_var", lambda b: b.fill_(-1)), images, "model_non_finite", "forward", "norm", "batch_norm"),
-    Fault("bias of -inf", lambda: with_weight(upscaled(), "0.bias", lambda b: b.fill_(-math.inf)), images, "weights_non_finite", "", "parameter 0.bias"),
     Fault("NaN in the padding row", lambda: with_weight(words_in(nn.Embedding(10, 8, padding_idx=0)), "0.weight", lambda w: w[0].fill_(math.nan)), lambda: (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), "weights_non_finite", "", "parameter 0.weight"),
     Fault("a loss a million times too large", lambda: chain(), rows, "gradient_overflow", "backward", "", "cast to float16", loss=lambda o, y: F.cross_entropy(o, y) * 1e7),
 ]  # fmt: skip
@@ -273,20 +266,6 @@ def test_a_planted_fault_is_named(fault):
 def test_there_are_faults_of_every_kind():
     silent = {"lost_in_forward", "precision_lost", "gradients_non_finite", "scale_zero"}  # test_diagnose_silent
     assert {f.verdict for f in FAULTS} == set(VERDICTS) - {"healthy"} - silent
-
-
-def test_gradients_that_overflow_when_they_are_added_belong_to_no_operation():
-    """One layer in two re-entrant checkpoints: each gradient fits, their sum does not."""
-
-    def twice(m: Any, x: Tensor) -> Tensor:
-        return checkpoint(m.layer, checkpoint(m.layer, m.first(x), use_reentrant=True), use_reentrant=True)
-
-    network = Written(twice, first=nn.Linear(1, 1, bias=False), layer=nn.Linear(1, 1, bias=False)).half()
-    for p in network.parameters():
-        nn.init.ones_(p)
-    report = diagnose(network, torch.tensor([[40000.0]]).half(), lambda out: out.float().sum(), level=None, scale=1.0)
-    assert (report.verdict, report.phase, report.gradient_of) == ("gradient_overflow", "backward", ""), str(report)
-    assert report.max_scale == 0.5
 
 
 def tokens() -> tuple[Tensor, Tensor]:
@@ -337,7 +316,6 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     ("sigmoid of large values", lambda: chain(lambda x: torch.sigmoid(x * 1000)), rows(), F.cross_entropy, {}),
     ("logits near the end of float16", lambda: chain(lambda x: x.clamp(-1, 1) * 30000), rows(), lambda o, y: F.cross_entropy(o / 30000, y), {}),
     ("a loss of zero slope", lambda: chain(), rows(), lambda o, y: (o * 0).sum(), {}),
-    ("transposed convolution, group norm", upscaled, images(), F.cross_entropy, {"dtype": FP16}),
     ("batch norm in evaluation", lambda: convolution().eval(), images(), F.cross_entropy, {}),
     ("embedding with padding", lambda: words_in(nn.Embedding(10, 8, padding_idx=0)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
     ("embedding with sparse gradients", lambda: words_in(nn.Embedding(10, 8, sparse=True)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
@@ -388,15 +366,10 @@ def test_the_lost_share_counts_gradients_that_float16_flushes():
     assert report.lost == gone / sum(int((a != 0).sum()) for a in wide)
     assert report.lost > 0.3
     assert report.lost_at_scale < 0.05
+    assert "raise it" in diagnose(network, (x, y), small, scale=1.0).advice[0]
 
 
 def test_the_level_that_the_network_has_is_kept_with_level_none():
     network = auto_mixed_precision(chain(lambda x: (x * 0 + 300) ** 2), "O2")
     assert diagnose(network, rows(), F.cross_entropy, level=None).verdict == "forward_overflow"
     assert diagnose(network, rows(), F.cross_entropy, level="O0").verdict == "healthy"
-
-
-def test_the_report_reads_like_an_answer():
-    text = str(diagnose(chain(lambda x: (x * 0 + 300) ** 2), rows(), F.cross_entropy))
-    for words in ("module fault", "operation pow", "from 300 to 300", "float32", "bfloat16"):
-        assert words in text

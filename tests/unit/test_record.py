@@ -246,11 +246,10 @@ SCHEDULE = CosineDecayLR(0.0, 0.5, 10)
 @pytest.mark.parametrize(
     ("make", "rates"),
     [
-        (lambda p: optimizers.Momentum(p, SCHEDULE, 0.9), [SCHEDULE(k) for k in (0, 1, 1, 2)]),
         (lambda p: FreezeOpt(optimizers.SGD(p, SCHEDULE)), [SCHEDULE(k) for k in (0, 1, 1, 2)]),
         (lambda p: optimizers.SGD(p, [0.1, 0.2, 0.3]), [0.1, 0.2, 0.2, 0.3]),
     ],
-    ids=["Momentum", "FreezeOpt", "list"],
+    ids=["FreezeOpt", "list"],
 )
 def test_the_rate_of_a_schedule_is_that_of_the_coming_step_which_a_skipped_one_does_not_use_up(make, rates) -> None:
     network = nn.Linear(3, 2)

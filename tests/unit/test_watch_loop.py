@@ -108,12 +108,6 @@ class Case:
         norm = torch.stack([divided(g).pow(2).sum() for g in grads]).sum().sqrt()
         self.scaler.scale(loss + 1e-3 * norm).backward()
 
-    def penalty_flat(self) -> None:
-        loss = self.loss()
-        grads = torch.autograd.grad(self.scaler.scale(loss), list(self.net.parameters()), create_graph=True)
-        norm = torch.cat([g.flatten() for g in grads]).norm() / self.scaler.get_scale()
-        self.scaler.scale(loss + (norm - 1) ** 2).backward()
-
     def lbfgs(self) -> None:
         self.optimizers = [torch.optim.LBFGS(self.net.parameters(), max_iter=3)]
         self.optimizer = self.optimizers[0]
@@ -321,7 +315,6 @@ RIGHT: list[tuple[str, str]] = [
     ("two", "clear_all scaled step_both update"),
     ("", "clear tasks_in_a_row step update"),
     ("", "clear unscaled_penalty step update"),
-    ("", "clear penalty_flat step update"),
     ("", "clear checkpointed step update"),
     ("", "clear reentrant step update"),
     ("", "clear compiled step update"),
