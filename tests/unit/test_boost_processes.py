@@ -1,13 +1,7 @@
-"""The boost train cells in two processes over gloo, against the same training simulated in one.
-
-The test starts this file as a script, which forks the ranks.
-"""
+"""The boost train cells in two processes over gloo, against the same training simulated in one."""
 
 from __future__ import annotations
 
-import multiprocessing
-import subprocess
-import sys
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -16,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import in_processes
 from torch import Tensor, nn
 
 from mpkit.boost import (
@@ -151,10 +146,7 @@ def run_rank(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    in_processes(run_rank, folder, count=WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
@@ -181,14 +173,3 @@ def test_group_scales_stay_the_same_in_all_processes(ranks: list[dict[str, list[
     for seen in ranks:
         for got, want in zip(seen["group scales"], [*(p.detach() for p in parameters), scales], strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-if __name__ == "__main__":
-    children = [
-        multiprocessing.get_context("fork").Process(target=run_rank, args=(r, Path(sys.argv[1]))) for r in range(WORLD)
-    ]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(200)
-    sys.exit(max(1 if child.exitcode is None else abs(child.exitcode) for child in children))

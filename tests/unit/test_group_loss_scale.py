@@ -121,22 +121,10 @@ def test_the_gpu_scales_like_the_cpu_and_follows_the_network_there() -> None:
     torch.testing.assert_close(other.layers[0].weight.grad.cpu(), net.layers[0].weight.grad, rtol=1e-4, atol=1e-5)
 
 
-def weights(*values: float) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.tensor([value])) for value in values]
-
-
-def pulled(parameters: list[nn.Parameter], gradient: float = 1.0) -> None:
-    for p in parameters:
-        p.grad = torch.full_like(p, gradient)
-
-
-# --- boosts without anything to work on
-
-
 def test_a_group_without_gradients_is_no_obstacle_to_dividing_by_the_updated_scale():
-    (trained,), idle = weights(0.0), weights(0.0)
-    manager = GroupLossScaleManager(8.0, [[trained], idle, []], faithful=True)
-    pulled([trained])
+    trained, idle = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    manager = GroupLossScaleManager(8.0, [[trained], [idle], []], faithful=True)
+    trained.grad = torch.ones(1)
     assert manager.unscale_and_update_().tolist() == [False] * 3
     assert trained.grad.item() == pytest.approx(1 / (8 * manager.growth))
     with pytest.raises(ValueError, match="assign loss_scale_groups"):
