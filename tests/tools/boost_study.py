@@ -11,8 +11,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,14 @@ from torch.optim import Optimizer
 
 from mpkit import networks
 from mpkit.bench import Row
-from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, FreezeOpt
+from mpkit.boost import AutoBoost, FreezeOpt
 from mpkit.casting import auto_mixed_precision
 from mpkit.device import default_device, describe
-from mpkit.experiment.parts import boost_of
+from mpkit.experiment.parts import boost_of, step_of
 from mpkit.files import write_whole
 from mpkit.optimizers import Momentum
-from mpkit.step import WithLossCell
 
 Pair = tuple[list[float], list[float]]
-GROUP = "boost"
 GROUPS = 10
 PHASE = 18  # steps between two looks at the clock: one whole cycle of the tuned strategy
 GOALS = {"cpu": {"O1": 1.10, "O1 tuned": 1.30}, "cuda": {"O1": 1.20, "O1 tuned": 1.30}}
@@ -65,29 +64,22 @@ class Contender:
             self.optimizer.strategy, self.optimizer.step_index = list(indices), 0
 
 
-def settings(device: torch.device, quick: bool) -> list[Setting]:
+def settings(device: torch.device) -> list[Setting]:
     """What is measured on a device."""
     if device.type == "cuda":
-        small = Setting("ResNet-18, 256 x 32x32, fp16 O2", networks.resnet18, (256, 3, 32, 32), True)
-        large = Setting(
-            "ResNet-50, 64 x 224x224, fp16 O2", lambda: networks.resnet50(small_input=False), (64, 3, 224, 224), True
-        )
-        return [small] if quick else [small, large]
-    if quick:
-        return [Setting("ResNet-18 width 8, 8 x 16x16, fp32", lambda: networks.resnet18(width=8), (8, 3, 16, 16))]
-    return [Setting("ResNet-18 width 32, 32 x 32x32, fp32", lambda: networks.resnet18(width=32), (32, 3, 32, 32))]
+        large = partial(networks.resnet50, small_input=False)
+        return [
+            Setting("ResNet-18, 256 x 32x32, fp16 O2", networks.resnet18, (256, 3, 32, 32), True),
+            Setting("ResNet-50, 64 x 224x224, fp16 O2", large, (64, 3, 224, 224), True),
+        ]
+    return [Setting("ResNet-18 width 32, 32 x 32x32, fp32", partial(networks.resnet18, width=32), (32, 3, 32, 32))]
 
 
-def run(*, quick: bool, device: torch.device) -> list[Row]:
-    """Speed-up of every algorithm and level against the same network, level and optimizer without boost."""
-    rows: list[Row] = []
-    for setting in settings(device, quick):
-        rows += _speedups(setting, device, 3 if quick else 8)
-    return rows
+def speedups(setting: Setting, device: torch.device, phases: int) -> list[Row]:
+    """Speed-up of every algorithm and level against the same network, level and optimizer without boost.
 
-
-def _speedups(setting: Setting, device: torch.device, phases: int) -> list[Row]:
-    """Every contender trains `phases` phases, in turn with the others; then each freeze index is timed alone."""
+    Every contender trains `phases` phases, in turn with the others; then each freeze index is timed alone.
+    """
     contenders = _contenders(setting, device, phases * PHASE)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for one in contenders.values():
@@ -100,7 +92,6 @@ def _speedups(setting: Setting, device: torch.device, phases: int) -> list[Row]:
             times[name].append(_seconds(one.step, steps, device))
     alone = _index_times(contenders, device, phases)
     rows = [_row(setting, name, times["none"], own, device) for name, own in times.items()]
-    rows = [replace(row, note=_note(row.contender, contenders[row.contender].indices, alone)) for row in rows]
     return rows + [_row(setting, name, base, own, device) for name, (base, own) in alone.items()]
 
 
@@ -122,29 +113,31 @@ def _contender(setting: Setting, device: torch.device, boost: AutoBoost) -> Cont
     net, optimizer = boost.network_auto_process_train(net, Momentum(net.parameters(), 0.01, 0.9, weight_decay=5e-4))
     if setting.mixed:
         auto_mixed_precision(net, "O2", torch.float16)
-    loss = WithLossCell(net, nn.CrossEntropyLoss())
-    cell: nn.Module
-    if setting.mixed:
-        cell = BoostTrainOneStepWithLossScaleCell(loss, optimizer, torch.tensor(1024.0, device=device), boost=boost)
-    else:
-        cell = BoostTrainOneStepCell(loss, optimizer, boost=boost)
+    sense = torch.tensor(1024.0, device=device) if setting.mixed else None
+    cell = step_of(net, nn.CrossEntropyLoss(), False, optimizer, sense, boost=boost)
     return Contender(lambda: cell(x, y), optimizer, net, tuple(getattr(optimizer, "strategy", ())))
+
+
+def _by_index(
+    contenders: Mapping[str, Contender], rounds: int, look: Callable[[Contender], Any]
+) -> dict[Any, list[Any]]:
+    """What `look` sees in a step of each network of `INDEXED` at each freeze index, (name, index) -> round by round."""
+    found: dict[Any, list[Any]] = {}
+    for _ in range(rounds):
+        for contender, name in {"none": "none", **INDEXED}.items():
+            one = contenders[contender]
+            one.step()  # not looked at: the step after another network meets a cold cache
+            one.follow(range(GROUPS))
+            for v in range(GROUPS if name != "none" else 1):
+                found.setdefault((name, v), []).append(look(one))
+    return found
 
 
 def _index_times(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, Pair]:
     """Times of a step without boost and of one frozen at an index, such as "plain index 3", round by round."""
-    base: list[float] = []
-    times: dict[str, list[float]] = {f"{name} index {v}": [] for name in INDEXED.values() for v in range(GROUPS)}
-    for _ in range(rounds):
-        contenders["none"].step()  # not timed: the step after another network meets a cold cache
-        base.append(_seconds(contenders["none"].step, 1, device))
-        for contender, name in INDEXED.items():
-            one = contenders[contender]
-            one.step()
-            one.follow(range(GROUPS))
-            for v in range(GROUPS):
-                times[f"{name} index {v}"].append(_seconds(one.step, 1, device))
-    return {name: (base, own) for name, own in times.items()}
+    times = _by_index(contenders, rounds, lambda one: _seconds(one.step, 1, device))
+    base = times.pop(("none", 0))
+    return {f"{name} index {v}": (base, own) for (name, v), own in times.items()}
 
 
 def blocks(setting: Setting, device: torch.device, rounds: int) -> list[dict[str, Any]]:
@@ -153,24 +146,17 @@ def blocks(setting: Setting, device: torch.device, rounds: int) -> list[dict[str
     `batch_norm` is what the BatchNorms take forward and back, `forward` and `backward` are the rest of the two passes,
     `update` is the optimizer. Measured step by step in turn, with hooks at the modules, so a little above a plain step.
     """
-    contenders = _contenders(setting, device, PHASE)
-    found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for _ in range(rounds):
-        for contender, name in INDEXED.items():
-            one = contenders[contender]
-            one.step()
-            one.follow(range(GROUPS))
-            for v in range(GROUPS):
-                found.setdefault((name, v), []).append(_split(one, device))
+    found = _by_index(_contenders(setting, device, PHASE), rounds, lambda one: _split(one, device))
     return [
         {"network": name, "index": v} | {part: statistics.median(r[part] for r in rows) for part in rows[0]}
         for (name, v), rows in found.items()
+        if name != "none"
     ]
 
 
 def _split(one: Contender, device: torch.device) -> dict[str, float]:
     """One step of a contender, taken apart: seconds of each part."""
-    spent = dict.fromkeys(("forward", "backward", "batch_norm", "update"), 0.0)
+    spent = dict.fromkeys(("forward", "backward", "batch_norm", "update", "norm_forward"), 0.0)
     started: dict[Any, float] = {}
 
     def start(key: Hashable) -> Callable[..., None]:
@@ -183,36 +169,13 @@ def _split(one: Contender, device: torch.device) -> dict[str, float]:
 
         return hook
 
-    handles = _listening(one.network, start, stop)
-    spent["norm_forward"] = 0.0
-    optimizer = one.optimizer
-    original = optimizer.step
-
-    def update(*args: Any, **kwargs: Any) -> Any:
-        begun = _now(device)
-        result = original(*args, **kwargs)
-        spent["update"] += _now(device) - begun
-        return result
-
-    optimizer.step = update  # type: ignore[method-assign]
-    begun = _now(device)
-    try:
-        one.step()
-        whole = _now(device) - begun
-    finally:
-        del optimizer.step
-        for handle in handles:
-            handle.remove()
-    norm_forward = spent.pop("norm_forward")
-    spent["backward"] = whole - spent["forward"] - spent["update"] - spent["batch_norm"]
-    spent["forward"] -= norm_forward
-    spent["batch_norm"] += norm_forward
-    return spent
-
-
-def _listening(net: nn.Module, start: Callable[..., Any], stop: Callable[..., Any]) -> list[Any]:
-    """Hooks around the network and both passes of each BatchNorm."""
-    handles = [net.register_forward_pre_hook(start("net")), net.register_forward_hook(stop("net", "forward"))]
+    net, rule = one.network, one.optimizer
+    handles: list[Any] = [
+        net.register_forward_pre_hook(start("net")),
+        net.register_forward_hook(stop("net", "forward")),
+        rule.register_step_pre_hook(start("update")),
+        rule.register_step_post_hook(stop("update", "update")),
+    ]
     for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
         handles += [
             norm.register_forward_pre_hook(start((norm, 0))),
@@ -220,7 +183,14 @@ def _listening(net: nn.Module, start: Callable[..., Any], stop: Callable[..., An
             norm.register_full_backward_pre_hook(start((norm, 1))),
             norm.register_full_backward_hook(stop((norm, 1), "batch_norm")),
         ]
-    return handles
+    whole = _seconds(one.step, 1, device)
+    for handle in handles:
+        handle.remove()
+    norm_forward = spent.pop("norm_forward")
+    spent["backward"] = whole - spent["forward"] - spent["update"] - spent["batch_norm"]
+    spent["forward"] -= norm_forward
+    spent["batch_norm"] += norm_forward
+    return spent
 
 
 def _now(device: torch.device) -> float:
@@ -234,32 +204,12 @@ def _now(device: torch.device) -> float:
 def _row(setting: Setting, name: str, base: list[float], own: list[float], device: torch.device) -> Row:
     """Ratio of the two trainings as a whole, quartiles of the ratios phase by phase."""
     low, _, high = statistics.quantiles([b / t for b, t in zip(base, own)], n=4)
-    middle = statistics.median if " index " in name else statistics.mean
+    middle, what = (statistics.median, "a step") if " index " in name else (statistics.mean, "a whole training")
+    ratio, goal = middle(base) / middle(own), GOALS[device.type].get(name)
+    note = f"speed-up: {middle.__name__} time of {what} without boost / with it"
     return Row(
-        GROUP,
-        setting.name,
-        name,
-        middle(own),
-        "none",
-        middle(base) / middle(own),
-        (low, high),
-        GOALS[device.type].get(name),
-        goal_is_floor=True,
-        note="speed-up: median time of a step without boost / with it",
+        "boost", setting.name, name, middle(own), "none", ratio, (low, high), goal, goal_is_floor=True, note=note
     )
-
-
-def _note(name: str, indices: Sequence[int], alone: Mapping[str, Pair]) -> str:
-    """What was trained, and for a freezing contender what its steps, timed index by index, would add up to."""
-    text = "speed-up: time of a whole training without boost / with it"
-    if not indices:
-        return text
-    kind = "plain" if "freezing" in name else "O1"
-    mixed = statistics.mean(statistics.median(alone[f"{kind} index {v}"][1]) for v in indices)
-    mixed = statistics.median(alone["plain index 0"][0]) / mixed
-    frozen = sum(v > 0 for v in indices) / len(indices)
-    text += f"; {frozen:.0%} of {len(indices)} steps frozen; {mixed:.2f} from its indices timed one by one"
-    return text + "; alone adasum has nothing to merge, so O2 runs what O1 runs" * (name == "O2")
 
 
 def _seconds(step: Callable[[], object], steps: int, device: torch.device) -> float:
@@ -275,45 +225,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written after every part")
     parser.add_argument("--seeds", type=int, default=5, help="trainings of every configuration")
     parser.add_argument("--folder", type=Path, help="keep every training there, and go on with it after a break")
-    parser.add_argument("--blocks", action="store_true", help="only measure where a step's time goes, into the file")
     parser.add_argument("--note", default="", help="what a reader must know of the machine, for the file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = default_device()
-    start = time.perf_counter()
-    if options.blocks:
-        found_blocks = blocks(settings(device, False)[0], device, 5)
-        store = json.loads(options.out.read_text())
-        store["blocks"] = {"meta": _made(device, options.note), "rows": found_blocks}
-        options.out.write_text(json.dumps(store, indent=1) + "\n")
-        return
-    rows = run(quick=False, device=device)
-    print(*(f"{r.contender:28} {r.ratio:.3f} {r.quartiles} {r.note}" for r in rows), sep="\n", flush=True)
-    found: list[dict[str, Any]] = []
-    _store(options.out, rows, found, device, options.note)
+    unless = "" if device.type == "cuda" else "CPU time of the process, not measured on a GPU"
+    made = {"made_by": "python tests/tools/boost_study.py", "utc": datetime.now(UTC).isoformat(timespec="seconds")}
+    meta = {**made, **describe(device), "note": options.note or unless}
+    store: dict[str, Any] = {"meta": meta, "speed": [], "accuracy": [], "blocks": {"meta": meta}}
+
+    def save() -> None:
+        write_whole(options.out, lambda file: file.write((json.dumps(store, indent=1) + "\n").encode()))
+
+    store["speed"] = [asdict(row) for setting in settings(device) for row in speedups(setting, device, 8)]
+    store["blocks"]["rows"] = blocks(settings(device)[0], device, 5)
+    save()
     for number, study in enumerate(STUDIES):
-        print(f"{study.source}, {study.epochs} epochs, after {time.perf_counter() - start:.0f} s", flush=True)
+        folder = options.folder and options.folder / f"{number}"
         try:
-            found += accuracies(
-                study, range(options.seeds * study.repeats), options.folder and options.folder / f"{number}"
-            )
+            store["accuracy"] += accuracies(study, range(options.seeds * study.repeats), folder)
         except FileNotFoundError as error:
             print(f"{study.source} is left out: {error}")
-        _store(options.out, rows, found, device, options.note)
-    print(f"stored in {options.out} after {time.perf_counter() - start:.0f} s")
-
-
-def _store(path: Path, rows: Sequence[Row], found: Sequence[dict[str, Any]], device: torch.device, note: str) -> None:
-    store = {"meta": _made(device, note), "speed": [asdict(r) for r in rows], "accuracy": list(found)}
-    if path.exists() and (blocks_before := json.loads(path.read_text()).get("blocks")):
-        store["blocks"] = blocks_before
-    write_whole(path, lambda file: file.write((json.dumps(store, indent=1) + "\n").encode()))
-
-
-def _made(device: torch.device, note: str) -> dict[str, str]:
-    made = {"made_by": "python tests/tools/boost_study.py", "utc": datetime.now(UTC).isoformat(timespec="seconds")}
-    unless = "" if device.type == "cuda" else "CPU time of the process, not measured on a GPU"
-    return {**made, **describe(device), "note": note or unless}
+        save()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpkit.boost.adasum import AdaSum, adasum, adasum_pair
+from mpkit.boost.adasum import adasum, adasum_pair
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -34,12 +34,6 @@ def test_the_gpu_merges_like_the_cpu() -> None:
     deltas = [[random(64, 33, seed=r).float(), random(7, seed=50 + r).float()] for r in range(8)]
     for got, want in zip(adasum([[t.cuda() for t in d] for d in deltas]), adasum(deltas)):
         torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
-
-
-def test_devices_of_a_node_share_the_parameters_and_the_last_takes_the_rest() -> None:
-    cell = AdaSum.__new__(AdaSum)
-    vars(cell).update(weights=[torch.zeros(1)] * 5, device_number=2)
-    assert [cell.slot(0), cell.slot(1)] == [slice(0, 2), slice(2, 5)]
 
 
 def test_the_epsilon_grows_with_the_ranks_below_a_level() -> None:

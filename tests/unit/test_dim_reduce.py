@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from mpkit.boost.dim_reduce import (
     DimReduce,
     WeightSnapshots,
-    pca_matrix,
     prepare_pca,
     read_pca_rows,
     write_pca_files,
@@ -29,19 +28,6 @@ def walk(samples: int, weights: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     spread = 4.0 ** -np.arange(min(samples, weights))
     return rng.normal(size=(samples, len(spread))) * spread @ rng.normal(size=(len(spread), weights)) + 3.0
-
-
-# components
-
-
-@pytest.mark.parametrize("method", ["randomized", "full"])
-@pytest.mark.parametrize(("samples", "weights", "k"), [(30, 8, 3), (9, 200, 4), (40, 60, 5), (12, 12, 1)])
-def test_components_are_the_eigenvectors_of_the_covariance(samples: int, weights: int, k: int, method: Any) -> None:
-    data = walk(samples, weights)
-    eigenvectors = np.linalg.eigh(np.cov(data.T))[1][:, ::-1][:, :k].T
-    got = pca_matrix(data, k, method=method)
-    np.testing.assert_allclose(np.abs(np.sum(got * eigenvectors, axis=1)), 1, atol=1e-6)
-    np.testing.assert_allclose(got @ got.T, np.eye(k), atol=1e-12)
 
 
 # files

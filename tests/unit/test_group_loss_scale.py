@@ -40,16 +40,6 @@ def gradients(net: Chain, x: Tensor, **options: Any) -> list[Tensor]:
     return [x.grad, *(p.grad for layer in net.layers for p in layer.parameters())]
 
 
-@pytest.mark.parametrize("groups", [1, 2, 5])
-def test_gradients_of_group_i_carry_exactly_its_scale_and_the_input_none(groups: int) -> None:
-    scales = [2.0 ** (3 * i + 1) for i in range(groups)]
-    net, x = chain(groups, init=scales)
-    true = [g.clone() for g in gradients(net, x, marked=False)]
-    got = gradients(net, x)
-    for g, want, scale in zip(got, true, [1.0] + [s for s in scales for _ in range(2)]):
-        assert torch.equal(g, want * scale)  # powers of two: exact, and the product over all markers is 1
-
-
 def test_a_scale_changed_between_forward_and_backward_is_the_one_used() -> None:
     net, x = chain(1, init=2.0)
     true = gradients(net, x, marked=False)[1].clone()

@@ -123,20 +123,6 @@ def test_twice_is_once_and_wrapping_a_wrapped_network_too() -> None:
     assert sum(isinstance(m, NormalizedLinear) for m in net.modules()) == 1
 
 
-def test_a_removed_norm_is_neither_used_nor_updated_in_training_and_evaluation() -> None:
-    """The block without its inner norm, written out by hand."""
-    block = networks.ResidualBlock(4, 4).double()
-    by_hand = copy.deepcopy(block)
-    less = LessBN(block)
-    x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(0)).double()
-    for training in (True, False):
-        less.train(training)
-        by_hand.train(training)
-        want = F.relu(by_hand.bn2(by_hand.conv2(F.relu(by_hand.conv1(x)))) + x)
-        torch.testing.assert_close(less(x), want)
-    assert "network.bn1.weight" not in less.state_dict()
-
-
 def test_the_converted_layer_keeps_the_weight_object_and_drops_the_bias_unless_asked() -> None:
     net = networks.LeNet5()
     weight, bias = net.fc3.weight, net.fc3.bias
