@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,15 +72,19 @@ def simulate(
     return Simulation(**{key: np.concatenate([one[key] for one in alone], axis=-1) for key in alone[0]})
 
 
+def numbers(name: str, value: Any, dtype: type[np.floating]) -> np.ndarray:
+    """An array of numbers. Raises ValueError for what is none, or does not fit a float."""
+    try:
+        return np.asarray(value, dtype=dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be numbers that fit a float (math.inf does), got {value!r:.80}") from error
+
+
 def _checked(ceilings: ArrayLike, shape: torch.Size) -> np.ndarray:
     """(N, 1) or (N, P) float64."""
-    try:
-        tops = np.asarray(ceilings, dtype=np.float64)
-    except OverflowError:
-        raise ValueError("ceilings must fit a float; write math.inf where every scale works") from None
+    tops = numbers("ceilings", ceilings, np.float64)
     if tops.shape[1:] not in ((), shape) or not tops.ndim or np.isnan(tops).any():
-        with_nan = " with NaN" * bool(np.isnan(tops).any())
-        raise ValueError(f"ceilings must be (steps,) or (steps, {shape[0]}) without NaN, got {tops.shape}{with_nan}")
+        raise ValueError(f"ceilings must be (steps,) or (steps, {shape[0]}) without NaN, got shape {tops.shape}")
     return tops if tops.ndim == 2 else tops[:, None]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.arguments import check_flags, check_kind, check_number
+from mpkit.arguments import check_count, check_flags, check_kind, check_number
 from mpkit.formats import FloatFormat
 from mpkit.policies import STOPS, ScalePolicy, stack
 from mpkit.record import Trace
@@ -51,6 +51,8 @@ def replay(
               steps alone where `flushed` is NaN, since no applied step has a histogram);
               `final_scale`, `lowest_scale`; `collapsed` and `why`. `frame.attrs["caveat"]` says what it cannot know.
     """
+    import pandas as pd
+
     _check_trace(trace)
     names, vector = _named(policies)
     tops = ceilings(trace, fmt) if tops is None else tops
@@ -59,12 +61,17 @@ def replay(
         raise ValueError(f"tops need one ceiling for each of the {len(trace)} steps, got shape {tops.shape}")
     scales = len(trace) * len(names) <= _KEPT if scales is None else scales
     check_flags(scales=scales)
-    sample = trace.rows  # the steps with a histogram
-    if len(sample) > _SAMPLES:
-        sample = sample[np.linspace(0, len(sample) - 1, _SAMPLES).astype(int)]
+    many = len(trace.rows)  # the steps with a histogram
+    sample = trace.rows[np.linspace(0, many - 1, min(many, _SAMPLES)).astype(int)]
     done = simulate(tops, vector, sample=None if scales else sample, device=device)
-    frame = _frame(trace, tops, done, sample, fmt, done.sampled[sample] if scales else done.sampled)
-    frame.insert(0, "policy", names)
+    seen, top = done.sampled[sample] if scales else done.sampled, tops[sample][:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bits = np.log2(np.abs(top)) - np.log2(seen)
+    lost, last = flushed(trace.thinned(trace.step[sample]), seen, fmt), sample.max(initial=0)
+    tail = sample >= min(len(trace) * 0.9, last)  # a short trace has a last step, if no last tenth
+    why = _why(done, (seen <= top)[tail], bits[tail], lost[tail])
+    told = _columns(done, len(trace), seen <= top, bits, lost)
+    frame = pd.DataFrame({"policy": names, **told, "collapsed": [*map(bool, why)], "why": why})
     if scales:
         frame["scale"] = list(done.sampled.T)
     frame = frame.sort_values(["collapsed", "lost", "headroom"], kind="stable", ignore_index=True)
@@ -92,14 +99,8 @@ def sweep(
     Raises:   ValueError for a factor that does not move the scale, a window that is not whole, or an empty list.
     """
     _check_trace(trace)
-    columns: dict[str, Any] = {
-        "init": float(trace.scale[0]) if init is None else init,
-        "factor": factor,
-        "window": window,
-    }
+    columns: dict[str, Any] = {"init": trace.scale[:1] if init is None else init, "factor": factor, "window": window}
     grid = list(itertools.product(*(np.atleast_1d(values).tolist() for values in columns.values())))
-    if not grid:
-        raise ValueError("sweep needs at least one init, factor and window, got an empty list")
     frame = replay(trace, [swept(i, f, w, min_scale) for i, f, w in grid], fmt=fmt, scales=False, device=device)
     order = frame.pop("policy").astype(int)
     for position, (name, values) in enumerate(zip(columns, zip(*grid))):
@@ -109,11 +110,9 @@ def sweep(
 
 def swept(init: float, factor: float, window: int, min_scale: float = 0.0) -> ScalePolicy:
     """The policy of one cell of `sweep`."""
-    check_number("init", init)
     check_number("factor", factor, low=1.0, open_low=True)  # the scale has to move
-    if check_number("window", window, low=1.0) != int(window):
-        raise ValueError(f"window is a number of steps, which is whole, got {window!r}")
-    return ScalePolicy.by_factor(float(init), float(factor), int(window), min_scale, name="sweep")
+    check_count("window", window)
+    return ScalePolicy.by_factor(init, float(factor), window, min_scale, name="sweep")
 
 
 def _check_trace(trace: Trace) -> None:
@@ -133,26 +132,11 @@ def _named(policies: Policies) -> tuple[list[str], ScalePolicy]:
     return list(policies), stack(policies.values())
 
 
-def _frame(
-    trace: Trace,
-    tops: np.ndarray,
-    done: Simulation,
-    sample: np.ndarray,
-    fmt: FloatFormat | str | None,
-    seen: np.ndarray,
-) -> pd.DataFrame:
-    """What came of each policy, from the scales `seen` at the sampled steps."""
-    import pandas as pd
-
-    top = tops[sample][:, None]
-    applied = seen <= top
-    with np.errstate(divide="ignore", invalid="ignore"):
-        bits = np.log2(np.abs(top)) - np.log2(seen)
-    flushes = flushed(trace.thinned(trace.step[sample]), seen, fmt)
-    flush, ended = _mean(flushes, applied), done.raised_at >= 0
-    share = done.skipped / np.where(ended, done.raised_at + 1, len(trace))  # of the steps that were made, one at least
-    why = _why(trace, done, applied, bits, flushes, sample)
-    columns = {
+def _columns(done: Simulation, steps: int, applied: np.ndarray, bits: np.ndarray, lost: np.ndarray) -> dict[str, Any]:
+    """What came of each policy: of (sampled steps, policies) which were applied, bits below the ceiling, share lost."""
+    flush, ended = _mean(lost, applied), done.raised_at >= 0
+    share = done.skipped / np.where(ended, done.raised_at + 1, steps)  # of the steps that were made, one at least
+    return {
         "skipped": done.skipped,
         "skipped_share": share,
         "first_good": done.first_good,
@@ -161,10 +145,7 @@ def _frame(
         "lost": np.where(ended, 1.0, 1 - (1 - share) * (1 - np.nan_to_num(flush, nan=0.0))),
         "final_scale": done.final,
         "lowest_scale": done.lowest,
-        "collapsed": [bool(words) for words in why],
-        "why": why,
     }
-    return pd.DataFrame(columns)
 
 
 def _mean(values: np.ndarray, where: np.ndarray) -> np.ndarray:
@@ -173,14 +154,10 @@ def _mean(values: np.ndarray, where: np.ndarray) -> np.ndarray:
         return np.where(where, values, 0.0).sum(axis=0) / np.where(where.any(axis=0), where.sum(axis=0), np.nan)
 
 
-def _why(
-    trace: Trace, done: Simulation, applied: np.ndarray, bits: np.ndarray, lost: np.ndarray, sample: np.ndarray
-) -> list[str]:
-    """For each policy the sentence that says how it collapsed; "" for one that did not."""
-    tail = sample >= min(len(trace) * 0.9, sample.max(initial=0))  # a short trace has a last step, if no last tenth
-    stuck = applied[tail].sum(axis=0) == 0 if tail.any() else np.zeros(len(done.final), dtype=bool)
-    gone = _mean(lost[tail], applied[tail])
-    unused = _mean(bits[tail], applied[tail] & np.isfinite(bits[tail]))
+def _why(done: Simulation, applied: np.ndarray, bits: np.ndarray, lost: np.ndarray) -> list[str]:
+    """For each policy the sentence that says how it collapsed at the end of the run; "" for one that did not."""
+    stuck = (applied.sum(axis=0) == 0) & (len(applied) > 0)
+    gone, unused = _mean(lost, applied), _mean(bits, applied & np.isfinite(bits))
     words = []
     for p in range(len(done.final)):
         if done.raised_at[p] >= 0:

@@ -11,13 +11,8 @@ import torch
 
 from mpkit.arguments import check_flags, check_kind
 from mpkit.formats import E4M3FN, FloatFormat
-from mpkit.policies import (
-    TensorScalePolicy,
-    advance_tensor_scale,
-    initial_tensor_scale,
-    stack_tensor_scales,
-    tensor_scale_preset,
-)
+from mpkit.policies import TensorScalePolicy, advance, initial_tensor_scale, stack_tensor_scales, tensor_scale_preset
+from mpkit.replay.simulate import numbers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,7 +61,7 @@ def replay_tensor_scales(
     amaxes cannot show that.
 
     Args:    amax (steps,): largest magnitude of the tensor at each step; `scales` keeps the scale of every step.
-    Raises:  TypeError or ValueError for what is no series of magnitudes, or no policies.
+    Raises:  ValueError for what is no series of magnitudes, TypeError for what are no policies.
 
     >>> replay_tensor_scales([1.0, 1.0, 64.0, 1.0], [tensor_scale_preset("te_delayed")]).clipped
     array([1])
@@ -118,11 +113,8 @@ def sweep_tensor_scales(
 
 
 def _checked(amax: object) -> np.ndarray:
-    """(steps,) float32. Raises TypeError or ValueError for what is no series of largest magnitudes."""
-    try:
-        series = np.ascontiguousarray(amax, dtype=np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"amax is a series of numbers, one per step, got {amax!r:.100}") from error
+    """(steps,) float32. Raises ValueError for what is no series of largest magnitudes."""
+    series = np.ascontiguousarray(numbers("amax", amax, np.float32))
     if series.ndim != 1 or not len(series):
         raise ValueError(f"amax has one number per step, shape (steps,), got shape {series.shape}")
     if (series < 0).any():
@@ -145,7 +137,7 @@ def _scales(series: np.ndarray, rows: list[TensorScalePolicy]) -> np.ndarray:
     alone = replace(vector, **columns | {"history_len": torch.ones(reached.shape, dtype=torch.int64)})
     state = initial_tensor_scale(alone)
     state = state._replace(scale=torch.full_like(state.scale, torch.nan))  # NaN: not renewed in this step
-    after = advance_tensor_scale(alone, state, torch.from_numpy(reached)).scale.numpy()
+    after = advance(alone, state, torch.from_numpy(reached)).scale.numpy()
     # delayed: the newest scale of an earlier step, 1 before there is one
     before = np.concatenate([np.ones((len(rows), 1), dtype=np.float32), after[:, :-1]], axis=1)
     newest = np.maximum.accumulate(np.where(np.isnan(before), 0, np.arange(len(series))), axis=1)
