@@ -35,24 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", action="store_true", help="on the first CUDA device, or not at all")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes, for a first look")
     parser.add_argument("--out", type=Path, help="JSON file for the rows, with device and versions")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1: figures that repeat)")
     options = parser.parse_args(arguments)
-    if options.threads < 1:
-        parser.error(f"--threads must be at least 1, got {options.threads}")
     if options.gpu and not torch.cuda.is_available():
         print("not measured on a GPU: torch sees no CUDA device here", file=sys.stderr)
         return 1
-    try:  # known before anything is measured, and not after it
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.open("ab").close()
-    except OSError as error:
-        parser.error(f"--out cannot be written: {error}")
-    torch.set_num_threads(options.threads)
-    try:
-        device = torch.device("cuda", 0) if options.gpu else default_device()
-    except ValueError as error:
-        parser.error(str(error))
+    torch.set_num_threads(1)  # figures that repeat
+    device = torch.device("cuda", 0) if options.gpu else default_device()
     where = describe(device)
     print(", ".join(f"{key} {value}" for key, value in where.items()), flush=True)
     rows: list[Row] = []

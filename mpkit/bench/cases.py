@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit import networks, optimizers
-from mpkit.bench.measure import HostReads, Row, measure, rebuilt
+from mpkit.bench.measure import Row, measure, rebuilt
 from mpkit.blocks import MXFP4, MXFP8_E4M3, NVFP4, quantize_blocks
-from mpkit.casting import auto_mixed_precision, cast_like
+from mpkit.casting import auto_mixed_precision
 from mpkit.experiment import experiment, parts, train
 from mpkit.formats import BF16, E4M3FN, E5M2, FP16, TF32, FloatFormat
 from mpkit.policies import advance, initial, preset, stack
@@ -40,7 +40,6 @@ class Case:
         goals:  the ratio to the first contender that another may have.
         builds: how often all is made anew, of what lies in memory now here, now there.
         rounds, inner: turns of each contender, and calls in a turn.
-        reads:  also count the host reads of a call.
     """
 
     topic: str
@@ -50,16 +49,15 @@ class Case:
     builds: int = 1
     rounds: int = 15
     inner: int = 1
-    reads: bool = False
 
     def rows(self, quick: bool, device: torch.device) -> list[Row]:
         """The case, measured."""
 
+        rounds = min(self.rounds, 5) if quick else self.rounds
+        options: dict[str, Any] = {"rounds": rounds, "inner": self.inner, "device": device, "goals": self.goals}
+
         def once() -> list[Row]:
-            made = self.build(device)
-            notes = {name: f"{_reads(call):g} host reads" for name, call in made.items()} if self.reads else {}
-            options: dict[str, Any] = {"inner": self.inner, "device": device, "goals": self.goals, "notes": notes}
-            return measure(self.topic, self.name, made, rounds=min(self.rounds, 5) if quick else self.rounds, **options)
+            return measure(self.topic, self.name, self.build(device), **options)
 
         return once() if self.builds == 1 else rebuilt(once, 3 if quick else self.builds)
 
@@ -76,37 +74,26 @@ def cases(quick: bool, device: torch.device) -> Iterator[Case]:
     """The table."""
     values = 10**6 if quick else 10**7
     for fmt, goal in ((FP16, 1.1), (BF16, 1.1), (TF32, 3.5), (E5M2, 3.5), (E4M3FN, 4.0)):
-        yield Case(
-            "rounding", f"{fmt.name} nearest_even", partial(_rounding, fmt, "nearest_even", values), {MINE: goal}
-        )
+        build = partial(_rounding, fmt, "nearest_even", values)
+        yield Case("rounding", f"{fmt.name} nearest_even", build, {MINE: goal})
     for fmt in (FP16, BF16, E5M2, E4M3FN):
         yield Case("rounding", f"{fmt.name} stochastic", partial(_rounding, fmt, "stochastic", values), {MINE: 1.6})
     for block in (MXFP8_E4M3, MXFP4, NVFP4):
         yield Case("recipes", block.name, partial(_blocks, block, values // 512), {"quantize_blocks": 3.0}, rounds=9)
-    yield Case("recipes", "step of a linear layer", _recipes, rounds=9)
     for name in STEPS:
         goals = {"update cell": 1.07, "DynamicLossScaler": 1.07, "torch's policy": 1.07}
-        yield Case("step", f"MLP b64, {name}", partial(_steps, name), goals, builds=9, inner=5, reads=True)
+        yield Case("step", f"MLP b64, {name}", partial(_steps, name), goals, builds=9, inner=5)
     for name, (_, _, goal) in PAIRS.items():
         yield Case("optimizers", f"{name}, 100 tensors", partial(_updates, name), {"mpkit": goal}, rounds=11)
     goals = {"every=1": 1.5, "every=20": 1.06}
     yield Case("record", "MLP b64, a loop with GradScaler", _recorded, goals, builds=9, rounds=11, inner=20)
     yield Case("replay", "400 steps", _replayed, {"vector of 10,000": 10_000 / 3 / 100}, rounds=5)
-    yield Case(
-        "experiment", f"{20 if quick else 200} runs", partial(_runs, quick), {"two processes": 1.15 / 2}, rounds=3
-    )
+    runs = 20 if quick else 200
+    yield Case("experiment", f"{runs} runs", partial(_runs, quick), {"two processes": 1.15 / 2}, rounds=3)
     yield Case("boost", "ResNet-18", partial(_boosted, quick), {"O1": 1 / 1.1, "O1 tuned": 1 / 1.3}, rounds=8, inner=18)
     for name, network, inputs in _networks(quick, device):
         goals = {"auto": 1.03, "O2": 1.0, "O3": 1.0} if device.type == "cuda" else {"O1": 1.1}
         yield Case("casting", name, partial(_levels, network, inputs), goals, builds=9, rounds=21)
-
-
-def _reads(call: Callable[[], object]) -> float:
-    call()
-    with HostReads() as reads:
-        for _ in range(10):
-            call()
-    return reads.count / 10
 
 
 def _rounding(fmt: FloatFormat, mode: Any, values: int, device: torch.device) -> Contenders:
@@ -126,14 +113,7 @@ def _blocks(fmt: Any, rows: int, device: torch.device) -> Contenders:
     return {"round_to its elements": plain, "quantize_blocks": partial(quantize_blocks, x, fmt)}
 
 
-def _recipes(device: torch.device) -> Contenders:
-    x = torch.randn(512, 1024, device=device)
-    layers: dict[str, nn.Module] = {"float32": nn.Linear(1024, 1024)}
-    for name in ("torchao_tensorwise", "torchao_rowwise", "te_hybrid_delayed", "mxfp8"):
-        layers[name] = cast_like(nn.Linear(1024, 1024), name)
-    return {name: partial(lambda layer: layer(x).sum().backward(), layer.to(device)) for name, layer in layers.items()}
-
-
+# torch's default ones are skipped by the host, which costs one read per step; the others skip on the device
 STEPS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, fused=True),
     "default SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
@@ -141,7 +121,6 @@ STEPS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "mpkit Momentum": lambda p: optimizers.Momentum(p, 0.01, 0.9),
     "mpkit Adam": lambda p: optimizers.Adam(p, 1e-3),
 }
-"""Torch's default ones are skipped by the host, which costs one read per step; the others skip on the device."""
 
 
 def _mlp(device: torch.device, optimizer: str = "fused SGD") -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
@@ -231,12 +210,8 @@ def _replayed(device: torch.device) -> Contenders:
     return {"a Python loop over 3": loop, "vector of 10,000": partial(simulate, tops, vector, sample=(), device=device)}
 
 
-def _small() -> nn.Module:
-    return networks.Network(inputs=64, hidden=128)
-
-
 def _runs(quick: bool, device: torch.device) -> Contenders:
-    one = partial(train, _small, "digits8", epochs=1)
+    one = partial(train, partial(networks.Network, inputs=64, hidden=128), "digits8", epochs=1)
     grid = {"level": ["O0", "auto"], "lr": [0.01, 0.02, 0.05, 0.1, 0.2]}
     call = partial(experiment, one, grid, seeds=2 if quick else 20, progress=False)
     return {"one process": partial(call, n_jobs=1), "two processes": partial(call, n_jobs=2)}

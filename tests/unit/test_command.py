@@ -211,26 +211,6 @@ def test_a_pipe_that_nobody_reads_any_more_ends_the_command_without_a_word():
         assert (ended.returncode, ended.stderr) == (141, "")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--threads", "0"], "--threads must be at least 1, got 0"),
-        (["--quick"], "MPKIT_DEVICE must name a device"),
-        (["--only", "record", "--out", "."], "--out cannot be written"),
-        (["--only", "record", "--out", "missing.json/b.json"], "--out cannot be written"),
-    ],
-)
-def test_bench_refuses_wrong_words_in_one_line_before_anything_is_measured(words, says, monkeypatch, tmp_path, capsys):
-    (tmp_path / "missing.json").touch()
-    monkeypatch.setenv("MPKIT_DEVICE", "gpu")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["bench", *words])
-    assert stopped.value.code == 2
-    assert says in capsys.readouterr().err.splitlines()[-1]
-    assert [path.name for path in tmp_path.iterdir()] == ["missing.json"]
-
-
 def test_what_an_interrupted_copy_wrote_is_brought_up_to_date_later(lessons, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
