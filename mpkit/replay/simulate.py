@@ -72,7 +72,7 @@ def simulate(
     return Simulation(**{key: np.concatenate([one[key] for one in alone], axis=-1) for key in alone[0]})
 
 
-def numbers(name: str, value: Any, dtype: type[np.floating]) -> np.ndarray:
+def array_of(name: str, value: Any, dtype: type[np.floating]) -> np.ndarray:
     """An array of numbers. Raises ValueError for what is none, or does not fit a float."""
     try:
         return np.asarray(value, dtype=dtype)
@@ -82,7 +82,7 @@ def numbers(name: str, value: Any, dtype: type[np.floating]) -> np.ndarray:
 
 def _checked(ceilings: ArrayLike, shape: torch.Size) -> np.ndarray:
     """(N, 1) or (N, P) float64."""
-    tops = numbers("ceilings", ceilings, np.float64)
+    tops = array_of("ceilings", ceilings, np.float64)
     if tops.shape[1:] not in ((), shape) or not tops.ndim or np.isnan(tops).any():
         raise ValueError(f"ceilings must be (steps,) or (steps, {shape[0]}) without NaN, got shape {tops.shape}")
     return tops if tops.ndim == 2 else tops[:, None]

@@ -12,7 +12,7 @@ import torch
 from mpkit.arguments import check_flags, check_kind
 from mpkit.formats import E4M3FN, FloatFormat
 from mpkit.policies import TensorScalePolicy, advance, initial_tensor_scale, stack_tensor_scales, tensor_scale_preset
-from mpkit.replay.simulate import numbers
+from mpkit.replay.simulate import array_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,7 +114,7 @@ def sweep_tensor_scales(
 
 def _checked(amax: object) -> np.ndarray:
     """(steps,) float32. Raises ValueError for what is no series of largest magnitudes."""
-    series = np.ascontiguousarray(numbers("amax", amax, np.float32))
+    series = np.ascontiguousarray(array_of("amax", amax, np.float32))
     if series.ndim != 1 or not len(series):
         raise ValueError(f"amax has one number per step, shape (steps,), got shape {series.shape}")
     if (series < 0).any():

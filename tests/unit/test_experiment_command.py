@@ -37,10 +37,8 @@ def test_a_grid_runs_tells_what_it_found_and_tells_it_again(tmp_path, capsys):
 
 
 def test_a_failed_run_is_told_with_its_error_and_the_status_says_so(tmp_path, capsys):
-    assert (
-        main(["experiment", written(tmp_path / "g.json", grid=[{"x": 1}, {"x": 13}]), "--folder", str(tmp_path / "f")])
-        == 1
-    )
+    file = written(tmp_path / "g.json", grid=[{"x": 1}, {"x": 13}])
+    assert main(["experiment", file, "--folder", str(tmp_path / "f")]) == 1
     assert "failed: x=13, seed 0: ArithmeticError: thirteen" in capsys.readouterr().out
 
 
@@ -48,12 +46,8 @@ def test_a_failed_run_is_told_with_its_error_and_the_status_says_so(tmp_path, ca
     ("text", "sentence"),
     [
         ("{", "no JSON file"),
-        ("[]", "must be an object"),
         ('{"grid": {"x": [1]}, "seed": 1}', "unexpected keyword argument 'seed'"),
         ('{"seeds": 1}', "has no grid; mpkit experiment --help shows one"),
-        ('{"grid": {"x": [1]}, "metrics": "y"}', "metrics must be a list of names"),
-        ('{"grid": {"x": 1}}', "must be a list of values"),
-        ('{"grid": [], "run": "nothing_there:f"}', "No module named"),
         ('{"grid": {"level": ["O0"]}, "fixed": {"networks": 1}}', "unexpected keyword argument 'networks'"),
     ],
 )
@@ -65,24 +59,11 @@ def test_a_wrong_file_is_told_in_one_line(tmp_path, capsys, text, sentence):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("def f(:", r"SyntaxError: invalid syntax \(.*, line 1\)"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("exit(3)", "SystemExit: 3"),
-    ],
-)
-def test_a_fault_in_the_readers_own_module_is_told(text, said, tmp_path, monkeypatch):
-    name = f"own_{abs(hash(text))}"
-    (tmp_path / f"{name}.py").write_text(text)
+@pytest.mark.parametrize("name", ["json:nothing", "..json:loads", ":f", "nothing_there:f", "own_exit:f", "own_zero:f"])
+def test_a_name_that_names_nothing_or_a_module_that_fails_is_refused(name, tmp_path, monkeypatch):
+    (tmp_path / "own_exit.py").write_text("exit(3)")
+    (tmp_path / "own_zero.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=f"'{name}:f' cannot be imported as package.module:name: {said}"):
-        found(f"{name}:f")
-
-
-@pytest.mark.parametrize("name", ["json:nothing", "..json:loads", ":f", "nothing_there:f", "json.nothing_there:f"])
-def test_a_name_that_names_nothing_is_refused(name):
     with pytest.raises(ValueError, match="cannot be imported"):
         found(name)
 
@@ -91,9 +72,3 @@ def test_a_text_in_the_form_of_a_name_stands_for_what_it_names(tmp_path):
     asked = {"run": "test_experiment_command:typed", "grid": {"x": ["math:sqrt", "12:30"]}, "seeds": 1}
     frame = results_of({**asked, "fixed": {"k": ["json:loads"]}}, tmp_path).frame
     assert frame[["functions", "x"]].values.tolist() == [[2, "sqrt"], [1, "12:30"]]
-
-
-def test_a_missing_file_is_told(tmp_path, capsys):
-    for name in (str(tmp_path / "none.json"), ""):
-        assert main(["experiment", name]) == 2
-        assert "mpkit experiment: [Errno" in capsys.readouterr().err

@@ -57,9 +57,7 @@ def test_names_that_do_not_tell_the_direction_are_higher_and_lower():
 
 def test_the_first_seeds_are_what_fewer_seeds_would_have_said():
     every, few = made("base", "better", "noisy"), made("base", "better", "noisy", seeds=2)
-    first = every.first(2)
-    assert first.summary("accuracy").equals(few.summary("accuracy"))
-    assert (len(first), first.seeds, len(every), every.seeds) == (6, [0, 1], 12, [0, 1, 2, 3])
+    assert every.first(2).summary("accuracy").equals(few.summary("accuracy"))
     for wrong in (0, 5):
         with pytest.raises(ValueError, match="seeds must be"):
             every.first(wrong)
