@@ -21,6 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__)
+IMPORTED = (
+    *("torch", "torch._dynamo", "numpy", "pandas", "matplotlib.figure", "ipywidgets", "anywidget"),
+    *("IPython.core.interactiveshell", "ipykernel.kernelapp", "ipykernel.ipkernel"),
+)
 FOLDER = "MPKIT_FORKED_KERNELS"  # the environment variable that names where the socket is
 
 
@@ -103,19 +107,14 @@ def import_all() -> None:
     import importlib
 
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # as a kernel sets it
-    beside = [str(HERE.parent), str(HERE.parent / "tools")]
-    sys.path[:0] = beside
     import pandas
-    from other_machines import IMPORTED, ROOT
 
-    pandas.set_option(
-        "display.max_columns", 20
-    )  # at its import pandas asks whether it is in a kernel, or in a terminal
-    for name in ({*IMPORTED} - {"execute"}) | {"ipykernel.kernelapp", "ipykernel.ipkernel"}:
+    pandas.set_option("display.max_columns", 20)  # at its import pandas asks whether it is in a kernel
+    for name in IMPORTED:
         importlib.import_module(name)
-    for path in sorted((ROOT / "mpkit" / "lessons").glob("[a-z]*.py")):
+    for path in sorted((HERE.parents[1] / "mpkit" / "lessons").glob("[a-z]*.py")):
         importlib.import_module(f"mpkit.lessons.{path.stem}")
-    sys.path[:] = [path for path in sys.path if path not in beside]  # a notebook sees no module of the tests
+    sys.path.remove(str(HERE.parent))  # a notebook sees no module of the tests
 
 
 def run(sock: socket.socket) -> None:

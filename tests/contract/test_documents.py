@@ -45,7 +45,7 @@ def test_no_path_through_the_lessons_comes_to_one_before_those_that_it_needs():
 
 
 def test_every_stored_file_has_its_origin():
-    """views.json and portable.md had none, and the digests of the traces were promised and not there."""
+    """views.json had none, and the digests of the traces were promised and not there."""
     data = ROOT / "data"
     text = (data / "README.md").read_text("utf-8") + (data / "traces" / "README.md").read_text("utf-8")
     stored = [

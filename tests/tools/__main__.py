@@ -1,7 +1,7 @@
 """Development tools: `make tools` runs what takes minutes in turn; `make tools ARGS="NAME ..."` runs one of them.
 
 mutants         one operator or constant of the library is changed at a time: do the tests notice?
-planted_bugs    a bug is planted in the library: which notebook notices?
+planted_bugs    a bug is planted in the library: do the contract and the labs notice?
 other_machines  every notebook, and the tests, on stand-ins for other machines
 fuzz            thirty times as many drawn lives, other ones each time
 compat          casting on PyTorch's, torchvision's and transformers' own cases

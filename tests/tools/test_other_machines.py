@@ -7,7 +7,6 @@ import sys
 
 import nbformat
 import other_machines
-import pytest
 from support import ROOT
 
 PRODUCTS = """
@@ -71,38 +70,28 @@ def test_without_the_variable_nothing_waits_for_torch():
     assert "AfterTorch" in with_jitter("3", code)
 
 
-CELLS = {  # source, what is stored, whether it must be named
-    "the same": ("print(6 * 7)", "42\n", False),
-    "another number": ("print(6 * 7)", "41\n", True),
-    "an error": ("1 / 0", "", True),
-    "a result": ("6 * 7", None, False),
-}
+PRODUCT = "import torch; torch.manual_seed(0); print((torch.randn(9, 9) @ torch.randn(9, 9)).tolist())"
 
 
-def test_a_notebook_is_run_in_a_fork_and_a_different_cell_is_named(tmp_path):
-    cells = []
-    for source, stored, _ in CELLS.values():
-        result = nbformat.v4.new_output("execute_result", {"text/plain": "42"}, execution_count=1)
-        outputs = [result] if stored is None else [nbformat.v4.new_output("stream", text=stored)]
-        cells.append(nbformat.v4.new_code_cell(source, outputs=outputs if stored != "" else []))
+def test_a_cell_that_differs_is_named(tmp_path, capsys):
+    exec(PRODUCT, {})
+    cells = {  # source: (what is stored, whether it must be named)
+        "print(6 * 7)": ("42\n", False),
+        "print(6 * 8)": ("41\n", True),
+        PRODUCT: (capsys.readouterr().out, True),
+        "1 / 0": ("", True),
+    }
+    book = nbformat.v4.new_notebook()
+    for source, (stored, _) in cells.items():
+        outputs = [nbformat.v4.new_output("stream", text=stored)]
+        book.cells.append(nbformat.v4.new_code_cell(source, outputs=outputs, execution_count=1))
     path = tmp_path / "small.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    todo = other_machines.variants([5])["seed"]
-    ((variant, _, result),) = other_machines.results(todo, [path], jobs=1)
-    assert variant.seed == 5
-    assert [cell["cell"] for cell in result["differ"]] == [i for i, (*_, named) in enumerate(CELLS.values()) if named]
+    nbformat.write(book, path)
+    (seed,) = other_machines.variants([5])["seed"]
+    named = other_machines.differing(seed, 0, ["--nbval", "--nbval-current-env", str(path)])
+    assert [f"Cell {i}" in " ".join(named) for i in range(4)] == [differs for _, differs in cells.values()]
 
 
-@pytest.mark.parametrize("early", [False, True])  # ended when it is asked
-def test_a_variant_that_cannot_run_is_not_told_as_one_without_differences(early, monkeypatch):
-    start = other_machines.started
-
-    def started(variant):
-        server = start(variant)
-        if early:
-            server.wait()
-        return server
-
-    monkeypatch.setattr(other_machines, "started", started)
-    with pytest.raises(RuntimeError, match="ended before it answered"):
-        list(other_machines.results([other_machines.Variant("none", {"PYTHONHOME": "nowhere"})], [ROOT] * 3, 2))
+def test_a_variant_that_cannot_run_is_not_told_as_one_without_differences():
+    nowhere = other_machines.Variant("none", {"PYTHONHOME": "nowhere"})
+    assert other_machines.differing(nowhere, 0, ["tests/test_layers.py"]) == ["pytest ended with 1"]
