@@ -48,8 +48,16 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "index_add_": lambda y: y.index_add_(0, torch.tensor([0, 0]), y[2:4].clone()),
     "unbind": lambda y: y.unbind(1)[0].sub_(4),
     "diagonal": lambda y: y.diagonal().fill_(-7),
-    "detach": lambda y: y.detach()[0].zero_(),
 }
+# a view of another shape is filled; y.unsqueeze(0) and the like are views of views
+VIEWS = """
+y.diagonal() y.T y.mT y.H y.mH y.real y.t() y.adjoint() y.swapdims(0,1) torch.swapaxes(y,0,1) y.ravel() y.flatten()
+y.reshape(2,8) y.view(8,2) y.view_as(torch.ones(2,8)) y.moveaxis(0,1) torch.movedim(y,0,1) y.as_strided((2,2),(4,1))
+torch.atleast_3d(y) torch.atleast_2d(y) y.broadcast_to(4,4) y.expand(4,4) torch.hsplit(y,2)[1] y.vsplit(2)[0]
+y.unsqueeze(0).dsplit(2)[0] y.tensor_split(2)[1] y.split(2)[1] y.chunk(2,1)[1] y.unbind()[2] y.narrow(0,1,2)
+y.select(0,1) y[1:3] y.unsqueeze(0).squeeze(0) y.permute(1,0) y.unflatten(1,(2,2)) y.unfold(0,2,2) y.detach() y.data
+y.contiguous() y.T.diagonal()"""
+WRITES |= {of: eval(f"lambda y: {of}.fill_(3)", {"torch": torch}) for of in VIEWS.split()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3FN], ids=str)
