@@ -9,13 +9,14 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.arguments import check_choice, check_count, check_flags
+from mpkit.arguments import check_choice, check_count, checked
 from mpkit.files import read_npz, regular
 
 __all__ = ["data_dir", "digits", "mnist"]
@@ -74,8 +75,9 @@ def digits(split: str = "train", size: int = 28) -> tuple[Tensor, Tensor]:
     return images, torch.from_numpy(labels[parts[split]]).long()
 
 
+@checked
 def mnist(
-    root: str | os.PathLike[str] | None = None, download: bool = False, *, split: str = "train"
+    root: str | os.PathLike[str] | None = None, download: bool = False, *, split: Literal["train", "test"] = "train"
 ) -> tuple[Tensor, Tensor]:
     """MNIST from its four standard idx.gz files.
 
@@ -90,11 +92,10 @@ def mnist(
     Source:  LeCun, Cortes, Burges, "The MNIST database of handwritten digits".
     """
     prefixes = {"train": "train", "test": "t10k"}
-    check_flags(download=download)
-    check_choice("split", split, prefixes)
     if root is None and os.environ.get("MPKIT_DATA"):
         root = Path(os.environ["MPKIT_DATA"]) / "mnist"
-    folder = Path(root or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mpkit" / "mnist").expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mpkit" / "mnist"
+    folder = Path(cache if root is None else root).expanduser()
     for name in _MNIST if download else ():
         if not (folder / f"{name}-ubyte.gz").exists():
             _download(name, folder)

@@ -32,8 +32,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     except OSError as error:
         return _fail(f"the lessons could not be copied into {folder} ({error}); name a folder that you may write in")
     print(f"mpkit: files that are new in {folder.resolve()}: {copied}", flush=True)
-    if kept:
-        print(f"mpkit: kept as you changed them: {', '.join(kept)}", flush=True)
+    print(f"mpkit: kept as you changed them: {', '.join(kept) or 'none'}", flush=True)
     if copy_only:
         return 0
     if find_spec("jupyterlab") is None:
