@@ -173,24 +173,24 @@ def test_an_evaluation_network_of_ones_own():
     assert Model(net, **settings).eval(loader()) == other.eval(loader())
 
 
-def test_endless_overflow_ends_with_the_managers_error():
-    manager = DynamicLossScaleManager(2**10, 2, 4)
+@pytest.mark.parametrize(
+    ("scaled_by", "said"),
+    [
+        (DynamicLossScaleManager(2**10, 2, 4), "1001 overflows in a row"),
+        (preset("deepspeed", init_scale=4.0, raise_error_at_min_scale=True, delayed_shift=1), "deepspeed stops here"),
+    ],
+    ids=["a manager", "a policy"],
+)
+def test_endless_overflow_ends_with_the_error_of_a_manager_or_a_policy(scaled_by, said):
     net = nn.Linear(1, 1)
-    ours = Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1, fused=True), loss_scale_manager=manager)
-    bad = [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 1200
-    with pytest.raises(RuntimeError, match="1001 overflows in a row"):
-        ours.train(1, bad)
+    parts = net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1, fused=True)
+    if isinstance(scaled_by, DynamicLossScaleManager):
+        ours = Model(*parts, loss_scale_manager=scaled_by)
+    else:
+        ours = Model(TrainOneStepWithLossScaleCell(WithLossCell(*parts[:2]), parts[2], PolicyLossScaler(scaled_by)))
+    with pytest.raises(RuntimeError, match=said):
+        ours.train(1, [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 1200)
     assert ours.train_network.scale_sense.item() == 1.0
-
-
-def test_a_policy_that_stops_is_heard():
-    net = nn.Linear(1, 1)
-    scaler = PolicyLossScaler(preset("deepspeed", init_scale=4.0, raise_error_at_min_scale=True, delayed_shift=1))
-    cell = TrainOneStepWithLossScaleCell(
-        WithLossCell(net, nn.MSELoss()), torch.optim.SGD(net.parameters(), 0.1, fused=True), scaler
-    )
-    with pytest.raises(RuntimeError, match="deepspeed stops here"):
-        Model(cell).train(1, [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 10)
 
 
 # --- stopping

@@ -19,7 +19,7 @@ from mpkit.scalers import (
     DynamicLossScaler,
     FixedLossScaleManager,
 )
-from mpkit.step import Hook, ScaledStep, TrainOneStepCell, build_train_network
+from mpkit.step import Hook, ScaledStep, TrainOneStepCell
 
 
 def one_weight(dtype=torch.float32, value=0.0):
@@ -132,15 +132,6 @@ def test_a_model_that_cannot_be_made_changes_nothing(level, options, error):
     assert net(x).dtype == torch.float32
 
 
-def test_an_optimizer_that_cannot_step_is_refused_before_the_network_is_touched():
-    net = resnet18(width=2)
-    optimizer = torch.optim.LBFGS(net.parameters())
-    before = shape_of(net, optimizer)
-    with pytest.raises(TypeError, match="closure"):
-        build_train_network(net, optimizer, nn.CrossEntropyLoss(), "O2", "O1")
-    assert shape_of(net, optimizer) == before
-
-
 # --- checkpoints
 
 
@@ -208,30 +199,26 @@ def test_gradients_of_a_plain_backward_pass_are_told_to_be_unscaled():
     assert (a.item(), a.grad.item()) == (1.0, 1.0)
 
 
+class Counts(Hook):
+    held = 0
+
+    def state_dict(self):
+        return {"held": self.held}
+
+    def load_state_dict(self, state):
+        if state["held"] < 0:
+            raise ValueError("held is a count")
+        self.held = state["held"]
+
+
 def test_a_state_that_one_part_refuses_reaches_no_other_part():
-    class Counts(Hook):
-        held = 0
-
-        def state_dict(self):
-            return {"held": self.held}
-
-        def load_state_dict(self, state):
-            if state["held"] < 0:
-                raise ValueError("held is a count")
-            self.held = state["held"]
-
     optimizers = [opt.Momentum([one_weight()], 0.1, 0.9), opt.Adam([one_weight()], 0.1)]
     step = ScaledStep(optimizers, DynamicLossScaler(8.0, 2, 2))
     step.hooks += [Counts(), Counts()]
-    step.backward(sum(o.param_groups[0]["params"][0] for o in optimizers).sum())
-    step.update()
     before = copy.deepcopy(step.state_dict())
     for change in (
-        lambda state: state["optimizers"][1].update(param_groups=[]),
-        lambda state: state["optimizers"][1]["state"][0].update(moment1=None),
         lambda state: state["optimizers"].reverse(),
         lambda state: state["rule"].clear(),
-        lambda state: state.update(scale=torch.ones(3)),
         lambda state: state["hooks"][1].update(held=-1),
     ):
         saved = copy.deepcopy(before)
