@@ -217,7 +217,7 @@ def _steps(see: Sheet, rows: list[str], steps: np.ndarray) -> None:
     gone = ends[:, -1] - start < 0.985
     if gone.any():
         at = ends[gone, -1], row[gone] - 0.2, start[gone] + 1, row[gone] + 0.4
-        panel.boxes(*at, edge="overflow", dash="3 2", width=1, label="time saved", leaves=" and ".join(rows))
+        panel.boxes(*at, edge="overflow", dash="3 2", width=1, label="time saved")
     for k, name in enumerate(rows):
         words = f"{CYCLE} steps" if name == "none" else f"{CYCLE} steps in the time of {steps[k].sum():.1f}"
         panel.text(words, CYCLE, k - 0.22, anchor="end", valign="bottom", weight="bold")

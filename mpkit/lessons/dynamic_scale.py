@@ -143,13 +143,13 @@ def dynamics(
 
     real = np.log2([*ceiling[(ceiling > 0) & np.isfinite(ceiling)], *scale])
     low, high = math.floor(real.min()) - 3, math.ceil(real.max())
-    high += max(3, math.ceil((high - low) / 7))  # the totals stand above the ceiling
+    high += 3
     see.grid(400, rows=(3, 1), cols=(2.7, 1))
     see.play("step", "step", count, every=100)
     used, top = exponents(scale, low, high), exponents(ceiling, low, high)
     ring = since_change(scale, finite, window, [*puts]) / min(window, count)
     layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)][last_row(trace)]
-    main = _main(see, used, top, (low, high), ring, finite, reasons, (zeros, plain), layers)
+    main = _main(see, used, top, (low, high), ring, finite, reasons, layers)
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     grip: dict[str, Any] = {"slope": -1, "cross": low + 0.12 * (high - low), "stem": True, "note": f"window {window}"}
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
@@ -183,9 +183,8 @@ def dynamics(
 
 
 def _main(
-    see: Sheet, used: np.ndarray, top: Any, ends: Any, ring: np.ndarray, finite: Any, reasons: Any,
-    zeros: tuple[Any, Any], layers: np.ndarray,
-) -> Panel:  # fmt: skip
+    see: Sheet, used: np.ndarray, top: Any, ends: Any, ring: np.ndarray, finite: Any, reasons: Any, layers: np.ndarray
+) -> Panel:
     """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
     low, high = ends
     x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, len(used), 20)]}
@@ -200,11 +199,6 @@ def _main(
     for label, words in (("decision", reasons), ("largest gradient", layers)):
         codes, of = np.unique(words.astype(str), return_inverse=True)
         main.add("notes", label=label, told=codes.tolist(), codes=of.astype(np.uint8))
-    totals, words = [np.cumsum(~finite), np.arange(1, len(used) + 1)], "skipped {} of {} steps"
-    if not np.isnan(zeros[0]).any():  # a step whose loss is not finite has no gradients to count
-        totals += [*map(tenths, zeros)]
-        words += ";  {} % of the gradients are 0 ({} % in float32)"
-    main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
     return main
 
 

@@ -225,7 +225,7 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, value: float, near: 
 @view(exponent=Range(-152, 130, label="magnitude, 2 to the"))
 def ranges(see: Sheet, exponent=-20) -> None:
     """One magnitude on the axes of all formats. Numbers: `kept`, significant bits by format (0 lost, -1 overflows)."""
-    x = log2("magnitude", -152, 226, 24)
+    x = log2("magnitude", -152, 250, 24)
     x["ticks"] = [tick for tick in x["ticks"] if tick[0] <= 128]
     see.grid(370)
     title = "a power of two left of a bar becomes zero, one right of it is too large"

@@ -41,10 +41,10 @@ def picture(
 
 def look(make: Callable[[], Sheet]) -> Any:
     """The picture that `make` draws with a student's functions, or a sentence where they still fail."""
-    from mpkit.view.still import still
+    from mpkit.view.still import Still
 
     try:
-        return still(make())
+        return Still(make())
     except Exception as error:  # whatever an unfinished answer raises
         print(f"Your own result stands here once the question above is answered ({type(error).__name__}).")
         return None

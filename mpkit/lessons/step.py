@@ -226,7 +226,7 @@ def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
     right = clipped(micro.mean(0), max_norm)
     now = {o: handed_over(micro, 2.0**exponent, max_norm, o) for o in ORDERS}
     cosines = {o: float(F.cosine_similarity(g, right, dim=0)) for o, g in now.items()}
-    see.grid(380)
+    see.grid(380, least=560)
     x, y = log2("loss scale", 0, 20, 4), log2("norm that the optimizer sees", low, high, 4)
     panel = see.panel(title="what each order hands to the optimizer (its cosine)", x=x, y=y)
     asked = math.log2(max_norm)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpkit.view.sheet import Panel, Sheet, linear, names
-from mpkit.view.still import Still, still
+from mpkit.view.still import Still
 
 UNITS = {
     "accuracy": "accuracy, percent",
@@ -64,4 +64,4 @@ def cost(results: Any, metric: str, against: str) -> Still:
     parts = "; ".join(f"{label} {mean} at {price}" for label, mean, price in zip(labels, *means))
     head = f"Each cell's mean with its 95 % interval ({named(metric)}), and its mean cost ({named(against)})"
     see.say("{told}", told=f"{head}: {parts}. {results.note}")  # names of cells may hold braces
-    return still(see)
+    return Still(see)

@@ -112,7 +112,7 @@ const path = (g, m, kind, given = {}) => {
 const DRAW = {
 	line(g, p, m) {
 		if (m.ghost && m.was) svg(g, "path", { class: "line ghost", "stroke-width": 1.5, d: trace(p, m, length(m), m.was) });
-		const line = path(g, m, "line", { "data-mark": m.type }), spots = m.glyph && path(g, m, "glyph", { "stroke-dasharray": null });
+		const line = path(g, m, "line", { "data-mark": m.type, "marker-end": m.head && `url(#${p.ids}t)` }), spots = m.glyph && path(g, m, "glyph", { "stroke-dasharray": null });
 		return (i) => {
 			const n = reached(m, i);
 			set(line, { d: trace(p, m, n) });
@@ -138,13 +138,12 @@ const DRAW = {
 	},
 	boxes(g, p, m, pick) {
 		const n = length(m), groups = new Map();
-		if (m.leaves && pick.left !== (pick.left = m.leaves)) g.ownerSVGElement.classList.add("fresh"); // what they held slides out, once
 		const outline = (k, least) => rectangle(p, at(m.x0, k), at(m.y0, k), at(m.x1, k), at(m.y1, k), least);
 		for (let k = 0; k < n; k++) {
 			const key = m.sets ? k : [at(m.fill, k), at(m.edge, k), at(m.hatch, k)].join();
 			if (!groups.has(key)) {
 				const look = { fill: at(m.fill ?? "none", k), color: at(m.edge ?? "none", k), dash: at(m.dash ?? "", k), width: m.width ?? (m.edge ? 1 : 0) };
-				groups.set(key, { box: path(g, look, m.leaves ? "box leaves" : "box"), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
+				groups.set(key, { box: path(g, look, "box"), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
 			}
 			groups.get(key).items.push(k);
 			if (m.sets && p.real) pick(m, k, outline(k, finger() ? 24 : 0));
@@ -180,20 +179,14 @@ const DRAW = {
 		return m.at === "index" ? (i, v) => place(v + p.first) : void place(m.at);
 	},
 	text(g, p, m) {
-		const nodes = [], { fields } = m;
+		const nodes = [];
 		for (let k = 0; k < length(m); k++) {
 			const [x, y] = m.frame ? [p.left + at(m.x, k) * (p.right - p.left), p.bottom - at(m.y, k) * (p.bottom - p.top)] : [p.X(at(m.x, k)), p.Y(at(m.y, k))];
 			const own = at(m.text, k), across = (m.size ?? 12) * wideness(own), [before, behind] = { start: [0, 1], end: [1, 0] }[m.anchor] ?? [0.5, 0.5];
 			const inside = m.rotate || p.x.follow ? x + (m.dx ?? 0) : clamp(x + (m.dx ?? 0), before * across, max(before * across, p.full - behind * across)); // nothing is cut
-			nodes.push(words(g, inside, y + (m.dy ?? 0), fields ? "" : own, { ...m, color: at(m.color ?? "ink", k) }));
+			nodes.push(words(g, inside, y + (m.dy ?? 0), own, { ...m, color: at(m.color ?? "ink", k) }));
 		}
-		const part = (text) => (p.right - p.left > 400 ? text : text.split(";")[0]); // what has no room the sentence tells
-		if (fields) return (i) => { let k = 0; nodes[0].firstChild.textContent = raised(part(m.text[0]).replace(/\{\}/g, () => plain(at(fields[k++], i)))); };
 		return m.show === "at" ? (i) => nodes.forEach((node, k) => reveal(node, k === i)) : undefined;
-	},
-	arrows(g, p, m) {
-		for (let k = 0; k < length(m); k++) path(g, { width: 1.5, ...m }, "line",
-			{ "marker-end": `url(#${p.ids}t)`, d: trace(p, { x: [at(m.x0, k), at(m.x1, k)] }, 2, [at(m.y0, k), at(m.y1, k)]) });
 	},
 	notes() {}, handle() {}, pen: (...given) => DRAW.line(...given),
 };
@@ -208,21 +201,23 @@ function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", val
 
 // Below 600 pixels panels stand on top of each other, each as high as it was; small multiples keep three in a row.
 const NARROW = 600, MOUSE = 680; // a page is seldom narrower than the latter, but under a finger
-function stacked(panels, height) {
+function stacked(panels, height, width) {
+	const flat = ({ pad, x, y, equal }) => (equal ? pad[0] + pad[2] + (width - pad[1] - pad[3]) * abs((y.hi - y.lo) / (x.hi - x.lo)) : Infinity); // so high it gets at most
 	const order = panels.map((p, k) => k).sort((a, b) => panels[a].place[2] - panels[b].place[2] || panels[a].place[0] - panels[b].place[0]), places = [];
 	let y = 0, line = 0, tall = 0;
 	for (const k of order) {
 		const [x0, x1, y0, y1] = panels[k].place, share = x1 - x0 > 0.26 ? 1 : 1 / 3;
 		if (line + share > 1.01) { y += tall; line = tall = 0; }
-		places[k] = [line, min(line + share, 1), y, y + height * (y1 - y0)];
-		[line, tall] = [line + share, max(tall, height * (y1 - y0))];
+		const high = min(height * (y1 - y0), flat(panels[k]));
+		places[k] = [line, min(line + share, 1), y, y + high];
+		[line, tall] = [line + share, max(tall, high)];
 	}
 	return { height: y + tall, places: places.map(([a, b, c, d]) => [a, b, c / (y + tall), d / (y + tall)]) };
 }
 
 // Where every panel lies; X and Y take data to pixels, backX and backY the way back.
 function arrange(spec, width, ids, before) {
-	const { places, height } = width < NARROW ? stacked(spec.panels, spec.height) : { places: spec.panels.map((p) => p.place), height: spec.height };
+	const { places, height } = width < NARROW ? stacked(spec.panels, spec.height, width) : { places: spec.panels.map((p) => p.place), height: spec.height };
 	return spec.panels.map((given, k) => {
 		const [up, right, down, left] = given.pad, [x0, x1, y0, y1] = places[k];
 		const marks = given.marks.map((m) => ({ ...m, ...(m.type === "pen" && { y: m.y.slice() }) })); // which it draws into
@@ -254,7 +249,7 @@ function axes(g, moved, names, p) {
 			if (axis.blank) continue;
 			if (axis.slant) words(g, v + 4, bottom + 10, name, { anchor: "end", rotate: axis.slant });
 			else if (across && v - half < free && !axis.names) continue;
-			else if (across) [words(names, v, bottom + 6, tight ? name.split(" ")[0] : name, { valign: "top" }).at, free] = [value, v + half + 4];
+			else if (across) [words(names, v, bottom + 6, tight ? name.split(" ")[0] : name, { valign: "top" }).at, free] = [value, v + half + 8];
 			else words(g, left - 7, v, name, { anchor: "end" });
 		}
 		svg(g, "path", { class: "axis", d: across ? `M${left} ${bottom}H${right}` : `M${left} ${top}V${bottom}` });
@@ -403,7 +398,6 @@ function render({ model, el }) {
 		stage.style.overflowX = wide ? "auto" : "";
 		over.style.touchAction = wide ? "auto" : ""; // a finger moves it sideways
 		picture.replaceChildren();
-		picture.classList.remove("fresh");
 		const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
 		svg(hatch, "path", { d: "M0 0V6", class: "hatching" });
 		svg(svg(defs, "marker", { id: ids + "t", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }), "path", { d: "M0 0L8 4L0 8z", class: "tip" });
@@ -610,7 +604,7 @@ function render({ model, el }) {
 		form.replaceChildren();
 		for (const c of get("controls")) {
 			const line = html(form, "label", { "data-for": c.name });
-			html(line, "span", {}, c.label);
+			html(line, "span", {}, raised(c.label));
 			const input = html(line, c.kind === "choice" ? "select" : "input", { type: c.kind, max: c.grid && c.grid.length - 1, "data-control": c.name, "aria-label": c.label });
 			for (const [text, value] of c.options ?? []) html(input, "option", { value }, text);
 			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number`, style: `width:${c.wide}ch` });
@@ -626,7 +620,7 @@ function render({ model, el }) {
 		const state = get("state"), { values } = state, buttons = state.buttons ?? [];
 		if (buttons.join("\n") !== presses.told) { // a button that stays keeps its node, and its focus
 			const held = document.activeElement, there = Object.fromEntries([...presses.querySelectorAll("button")].map((b) => [b.textContent, b]));
-			presses.replaceChildren(...buttons.map((text) => there[text] ?? press(null, text, () => ask({ press: text }, NaN))));
+			presses.replaceChildren(...buttons.map((text) => there[raised(text)] ?? press(null, raised(text), () => ask({ press: text }, NaN))));
 			html(presses, "progress", { max: 1, "aria-label": "work done" });
 			presses.told = buttons.join("\n");
 			if (Object.values(there).includes(held)) (held.isConnected ? held : presses.querySelector("button")).focus();

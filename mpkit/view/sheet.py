@@ -54,7 +54,7 @@ def exponents(values: ArrayLike, low: float, high: float) -> np.ndarray:
         return np.clip(np.log2(np.maximum(values, 0)), low, high)
 
 
-def fitted(*series: ArrayLike, room: int = 2, within: tuple[float, float] = (-math.inf, math.inf)) -> tuple[int, int]:
+def fitted(*series: ArrayLike, room: int = 2) -> tuple[int, int]:
     """The whole exponents around all positive finite values: the ends of an axis of what happens, with some room.
 
     >>> fitted([0.0, 3.0], [math.inf, 16.0], room=1), fitted([0.0])
@@ -62,8 +62,7 @@ def fitted(*series: ArrayLike, room: int = 2, within: tuple[float, float] = (-ma
     """
     every = np.concatenate([np.ravel(np.asarray(s, dtype=float)) for s in series])
     every = np.log2(every[np.isfinite(every) & (every > 0)])
-    low, high = (math.floor(every.min()) - room, math.ceil(every.max()) + room) if every.size else (0, 20)
-    return int(max(within[0], low)), int(min(within[1], high))
+    return (math.floor(every.min()) - room, math.ceil(every.max()) + room) if every.size else (0, 20)
 
 
 def power_of_two(exponent: float) -> str:
@@ -234,26 +233,18 @@ class Panel:
         self.add("rule", axis=axis, at=at, color=color, **look)
 
     def text(self, text: str | Iterable[str], x: ArrayLike, y: ArrayLike, **look: Any) -> None:
-        """Words; {} in them stand for the step's items of `values`, a list of arrays over the steps.
-
-        `beside` is how many pixels right of their place they begin or, below 0, left of it they end.
-        """
-        values, by = look.pop("values", None), look.pop("beside", 0)
+        """Words; `beside` is how many pixels right of their place they begin or, below 0, left of it they end."""
+        by = look.pop("beside", 0)
         look |= {"anchor": "end" if by < 0 else "start", "dx": by} if by else {}
         self.add("text", text=[text] if isinstance(text, str) else list(text), x=x, y=y, **look)
-        if values is not None:
-            self.marks[-1]["fields"] = [numbers(v) for v in values]
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], color: str = "muted", **look: object) -> None:
         """An arrow from one place to another."""
-        (x0, y0), (x1, y1) = start, end
-        self.add("arrows", x0=[x0], y0=[y0], x1=[x1], y1=[y1], color=color, **look)
+        y, x = zip(start[::-1], end[::-1])
+        self.add("line", x=x, y=y, color=color, head=True, **{"width": 1.5} | look)
 
     def boxes(self, x0: ArrayLike, y0: ArrayLike, x1: ArrayLike, y1: ArrayLike, **look: object) -> None:
-        """Boxes with `fill`, `edge`, `text`; `sets`, one dict for each, are the parameters that a press of it sets.
-
-        What stood in them slides out when the text `leaves` is a new one.
-        """
+        """Boxes with `fill`, `edge`, `text`; `sets`, one dict for each, are the parameters that a press of it sets."""
         self.add("boxes", x0=x0, y0=y0, x1=x1, y1=y1, **look)
 
     def bars(self, values: Any, at: Any = None, **look: object) -> None:

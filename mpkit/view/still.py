@@ -18,34 +18,29 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.path import Path
 from PIL import Image
 
-from mpkit.view.sheet import ROLES, Sheet, item, raised, rounded
+from mpkit.view.sheet import ROLES, Sheet, item, raised
 
 PT = 0.72  # points per pixel at 100 dots per inch
 STEPS = {"mid": "steps-mid", "post": "steps-post", None: "default"}
 
 
 class Still:
-    """A finished picture with its sentence: a PNG for the eye, the sentence as text for screen readers and tests."""
+    """A picture that never moves: a PNG for the eye, its sentence as text for screen readers and tests.
 
-    def __init__(self, picture: bytes, sentence: str) -> None:
-        self.png, self.sentence = picture, sentence
+    >>> see = Sheet()
+    >>> see.say("an empty picture")
+    >>> Still(see)
+    an empty picture
+    """
+
+    def __init__(self, sheet: Sheet) -> None:
+        self.png, self.sentence = png(sheet.spec()), sheet.sentence()
 
     def __repr__(self) -> str:
         return self.sentence
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         return static_bundle(self.png, self.sentence)
-
-
-def still(sheet: Sheet) -> Still:
-    """A picture that never moves -> what a notebook cell ends with.
-
-    >>> see = Sheet()
-    >>> see.say("an empty picture")
-    >>> still(see)
-    an empty picture
-    """
-    return Still(png(sheet.spec()), sheet.sentence())
 
 
 def static_bundle(picture: bytes, sentence: str) -> dict[str, Any]:
@@ -163,16 +158,10 @@ def _mark(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]
     if kind == "handle":
         _handle(axes, m, index, z + 8, p)  # as in the page, words lie above all shapes, and handles above all words
     elif kind == "text":
-        values = [rounded(float(item(v, index))) for v in m.get("fields", ())]
         for k, text in enumerate(m["text"]):
             if m.get("show") != "at" or k == index:
                 x, y, ink = (item(m.get(name), k) for name in ("x", "y", "color"))
-                _words(axes, x, y, text.format(*values) if values else text, {**m, "color": ink}, z + 4)
-    elif kind == "arrows":
-        arrow = {"arrowstyle": "-|>", "color": colour(m["color"]), "lw": PT * m.get("width", 1.5)}
-        arrow |= {"shrinkA": 0, "shrinkB": 0, "mutation_scale": 12}
-        for x0, y0, x1, y1 in zip(m["x0"], m["y0"], m["x1"], m["y1"]):
-            axes.annotate("", (x1, y1), (x0, y0), arrowprops=arrow, zorder=z)
+                _words(axes, x, y, text, {**m, "color": ink}, z + 4)
     return None
 
 
@@ -194,6 +183,10 @@ def _line(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Li
         for until, role in ((1.0, "grid"), (float(share), "normal")):
             arc = {"marker": Path.arc(90 - 360 * until, 90), "ms": 2 * PT * (m.get("size", 4) + 6), "mfc": "none"}
             axes.plot([at], [up], mec=colour(role), mew=3, **arc, **look)
+    if m.get("head"):
+        arrow: dict[str, Any] = {"arrowstyle": "-|>", "color": color, "lw": PT * m["width"], "mutation_scale": 12}
+        axes.annotate("", (x[1], y[1]), (x[0], y[0]), arrowprops=arrow | {"shrinkA": 0, "shrinkB": 0}, **look)
+        return Line2D([], [])
     return axes.plot(x, y, color=color, gid=m["type"], **style, **ends, **look)[0]
 
 

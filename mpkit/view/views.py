@@ -184,11 +184,9 @@ class View:
         self._stop.set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the background work has ended. Raises TimeoutError after `timeout` seconds."""
+        """Return when the background work has ended, or after `timeout` seconds."""
         if self._worker is not None:
             self._worker.join(timeout)
-            if self._worker.is_alive():
-                raise TimeoutError(f"the background work has not ended within {timeout} s")
 
     def _run(self, work: Work) -> None:
         last, said, fresh = 0.0, "", dict[str, Any]()

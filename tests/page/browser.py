@@ -11,14 +11,11 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from axe_playwright_python.sync_playwright import Axe
 from forked_kernels import offered
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from support import LESSONS, ROOT
@@ -166,22 +163,9 @@ OPEN = """(path) => { const app = window.jupyterapp;
   window.__opened = null;
   window.__opening = opening().then(() => { window.__opened = 'yes'; }, (e) => { window.__opened = String(e); }); }"""
 
-# The lesson on which axe looks, with all that lessons consist of: Markdown, predictions, views, tables. Others by hand:
-# MPKIT_AXE="01_number_formats.ipynb" python -m pytest tests/page/test_browser.py -k 01
-WITH_ALL = "04_dynamic_loss_scale.ipynb"
-AXE = os.environ.get("MPKIT_AXE", WITH_ALL).split()
-PARTS = {"mpk-said": ".mpk-said", "<summary": "summary", "<p": "p", "<h2": "h2", "<td": "td"}
-ERRORS = ['[data-mime-type$="jupyter.error"] pre, [data-mime-type$="jupyter.stderr"] pre']
-ROUNDS = 3  # the first notebook of a tab is laid out to its new height when the theme changes once more
-THEME = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
+# Asks axe: [[rule, element], ...] of what is wrong.
 LOOK = """async ([context, options]) => { const seen = await axe.run(context, options);
-  const nodes = (rules) => rules.flatMap((rule) => rule.nodes.map((node) => [rule.id, node.html.slice(0, 200)]));
-  return [nodes(seen.violations), nodes(seen.passes).map(([, html]) => html)]; }"""
-OPENED = """() => { document.querySelectorAll('.mpk details').forEach((more) => { more.open = true; });
-  document.querySelectorAll('.mpk-choice').forEach((button) => button.click()); }"""
-# To axe all words are out of sight that are scrolled off, or that lie in a body without a height, as Lab's.
-TALL = """() => { document.body.style.minHeight = '100vh';
-  return window.jupyterapp.shell.currentWidget.content.node.querySelector('.jp-WindowedPanel-inner').scrollHeight; }"""
+  return seen.violations.flatMap((rule) => rule.nodes.map((node) => [rule.id, node.html.slice(0, 200)])); }"""
 
 # What every lesson imports; a kernel that is started ahead has done so when its notebook's turn comes.
 IMPORTS = "import anywidget, ipywidgets, matplotlib.figure, numpy, pandas, torch\n"
@@ -210,7 +194,6 @@ class Lab:
         startup.parent.mkdir(parents=True)
         startup.write_text(IMPORTS)
         self.tab: Tab | None = None
-        self._errands: list[threading.Thread] = []
         environment = dict(
             os.environ,
             **folders,
@@ -242,32 +225,21 @@ class Lab:
         """The page of one notebook alone."""
         return f"{self.base}/doc/tree/notebooks/{notebook}?token={self.token}"
 
-    def start_kernel(self, notebook: str) -> None:
-        """Start a notebook's kernel while another one is tested."""
-        name = {"path": f"notebooks/{notebook}", "name": notebook, "type": "notebook", "kernel": {"name": "python3"}}
-        self._send(lambda: self._ask("POST", "sessions", name))
-
     def end_kernel(self, notebook: str) -> None:
-        """End a notebook's kernel; nobody waits for it."""
+        """End a notebook's kernel."""
         for session in self._ask("GET", "sessions"):
             if session["path"] == f"notebooks/{notebook}":
-                self._send(lambda found=session["id"]: self._ask("DELETE", f"sessions/{found}"))
+                self._ask("DELETE", f"sessions/{session['id']}")
 
-    def _ask(self, method: str, what: str, body: Any = None) -> Any:
-        headers = {"Authorization": f"token {self.token}", "Content-Type": "application/json"}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.base}/api/{what}", data, headers, method=method)
-        with urllib.request.urlopen(request) as answer:
+    def _ask(self, method: str, what: str) -> Any:
+        headers = {"Authorization": f"token {self.token}"}
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{self.base}/api/{what}", headers=headers, method=method)
+        ) as answer:
             return json.loads(answer.read() or "null")
-
-    def _send(self, errand: Callable[[], Any]) -> None:
-        self._errands.append(threading.Thread(target=errand))
-        self._errands[-1].start()
 
     def close(self) -> None:
         """End the server that this object started."""
-        for errand in self._errands:
-            errand.join()
         self._process.terminate()
         try:
             self._process.wait(15)
@@ -418,22 +390,16 @@ def by_name(cell, name):
     return next((c for c in cell["controls"] if c["name"] == name and c["kind"] == "button"), None)
 
 
-def visit(lab: Lab, context: Any, notebook: str, following: str = "") -> None:
-    """Open a notebook, run it, use every control, and assert that all of it works; the kernel of the one that follows
-    starts meanwhile.
-    """
+def visit(lab: Lab, context: Any, notebook: str) -> None:
+    """Open a notebook, run it, use every control, and assert that all of it works."""
     page = Page(lab, context, notebook)
     try:
         page.run_all()
-        if following:
-            lab.start_kernel(following)
         cells = [c for c in page.cells() if c["type"] == "code" and not c["empty"]]
         expected = {c["index"] for c in cells if "raises-exception" in c["tags"]}
         assert {c["index"]: c["errors"] for c in cells if c["errors"] and c["index"] not in expected} == {}
         assert [c["index"] for c in cells if not c["ran"]] == [], "cells that did not run"
         assert page.page.evaluate("window.__values") == [], "views that were only opened changed values by themselves"
-        if notebook in AXE:
-            assert violations(page) == []
         delays: list[float] = []
         for cell in page.outline():
             assert all(len(alt) > 10 for alt in cell["pictures"]), f"a picture without text in cell {cell['index']}"
@@ -444,42 +410,6 @@ def visit(lab: Lab, context: Any, notebook: str, following: str = "") -> None:
             print(f"{notebook}: slider to picture {statistics.median(delays):.0f} ms (median of {len(delays)})")
     finally:
         page.close()
-
-
-def violations(page: Page) -> list[tuple[str, str, str]]:
-    """(theme, rule, element) of all that axe finds in what a lesson puts on the page, light and dark.
-
-    Every table of a view is open and every prediction made; toolbars, editors and the rest of JupyterLab are not ours.
-    Left out are tables by pandas, whose heads have empty cells, IPython's tracebacks, and that Lab's links are not
-    underlined.
-    """
-    ours = {"include": [[".jp-RenderedMarkdown"], [".jp-OutputArea-output"]], "exclude": [[".dataframe"], ERRORS]}
-    few = {"selectors": False, "resultTypes": ["violations", "passes"]}  # what it costs to name elements nobody reads
-    page.page.evaluate(OPENED)
-    page.settled(0)
-    within = ".jp-RenderedMarkdown {0}, .mpk {0}"
-    there = {part for part, css in PARTS.items() if page.page.locator(within.format(css)).count()}
-    parts = set(PARTS) if page.notebook == WITH_ALL else there
-    found, looked = set[tuple[str, str, str]](), set[tuple[str, str]]()
-    before = page.page.viewport_size
-    page.page.set_viewport_size({"width": 1280, "height": page.page.evaluate(TALL) + 400})
-    page.page.evaluate(Axe().axe_script)
-    rules = {"Dark": {"runOnly": ["color-contrast"]}}  # nothing but colours is another there
-    rules["Light"] = {"rules": {"link-in-text-block": {"enabled": False}}}  # as it was before, at the end
-    wanted = {(theme, part) for theme in rules for part in parts}
-    for theme in [*rules] * ROUNDS:
-        if theme == "Dark" and looked >= wanted:
-            break
-        page.page.evaluate(THEME, f"JupyterLab {theme}")
-        light = str(theme == "Light").lower()
-        page.page.wait_for_function("(light) => document.body.dataset.jpThemeLight === light", arg=light)
-        page.settled(0)
-        violated, passed = page.page.evaluate(LOOK, [ours, few | rules[theme]])
-        looked |= {(theme, part) for html in passed for part in PARTS if part in html}
-        found |= {(theme, *violation) for violation in violated}
-    page.page.set_viewport_size(before)
-    assert found or looked >= wanted
-    return sorted(found)
 
 
 def use(page, cell):

@@ -1,17 +1,11 @@
-"""How quick the views are in a real JupyterLab: `python tests/page/measure_views.py --out data/benchmarks/views.json`.
-
-One browser, one JupyterLab; medians. Needs Chromium.
-"""
+"""How quick the views are in a real JupyterLab: `python tests/page/measure_views.py`; medians. Needs Chromium."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +48,7 @@ class Wire:
         self.bytes += len(payload)
 
 
-def presses(page: Page, wire: Wire, control: Any, times: int) -> tuple[float, float, float]:
+def presses(page: Page, wire: Wire, control: Any, times: int = 12) -> tuple[float, float, float]:
     """(milliseconds from an arrow key until the picture differs, frames until then, bytes on the wire), medians."""
     delays, frames, weights = [], [], []
     for i in range(times):
@@ -84,9 +78,7 @@ def play(page: Page, wire: Wire, seconds: float = 3.0) -> dict[str, float]:
     return result | {"kB_per_second": (wire.bytes - sent) / took}
 
 
-def measured(
-    lab: Lab, context: Any, wire: Wire, maker: Maker, controls: dict[str, str], times: int
-) -> dict[str, float]:
+def measured(lab: Lab, context: Any, wire: Wire, maker: Maker, controls: dict[str, str]) -> dict[str, float]:
     """A view in a notebook of its own: some of its controls, by CSS, and how it plays."""
     code = f"from {maker.__module__} import {maker.__name__} as view\nview()"
     page = Page(lab, context, written(lab, "measured.ipynb", [code]).name)
@@ -96,50 +88,32 @@ def measured(
         for name, css in controls.items():
             control = page.page.locator(css)
             control.scroll_into_view_if_needed()
-            delay, frames, weight = presses(page, wire, control, times)
-            found |= {f"{name}_ms": delay, f"{name}_frames": frames, f"{name}_bytes": weight}
-        return found | play(page, wire)
+            numbers = presses(page, wire, control)
+            found |= {f"{name}_{unit}": number for unit, number in zip(("ms", "frames", "bytes"), numbers)}
+        return {k: float(f"{v:.4g}") for k, v in (found | play(page, wire)).items()}
     finally:
         page.close()
 
 
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: rounded(v) for k, v in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--times", type=int, default=8, help="keys pressed for every control and round")
-    options = parser.parse_args()
     controls = {name: f"[data-name={name}]" for name in ("window", "factor", "puts")}
     controls |= {"step": ".mpk-player input[type=range]", "run": "[data-control=run]"}
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as tool:
-        lab = Lab(Path(folder) / "lab")
-        context = tool.chromium.launch_persistent_context(
-            Path(folder) / "profile", executable_path=CHROMIUM, args=QUIET, viewport={"width": 1280, "height": 1600}
-        )
+        lab, window = Lab(Path(folder) / "lab"), {"width": 1280, "height": 1600}
+        given: dict[str, Any] = {"executable_path": CHROMIUM, "args": QUIET, "viewport": window}
+        context = tool.chromium.launch_persistent_context(Path(folder) / "profile", **given)
         try:
             Page(lab, context, "00_start_here.ipynb").close()  # the page of Jupyter is loaded before anything is timed
             assert lab.tab is not None
             wire = Wire(lab.tab.page)
-            given = (lab, context, wire, dict(views())["dynamic_scale.dynamics"], controls, options.times)
-            rows = [measured(*given) for _ in range(options.rounds)]
-            lesson = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-            plays = {name: maker for name, maker in views() if maker().sheet.step}
-            moving = {name: measured(lab, context, wire, maker, {}, 0) for name, maker in plays.items()}
+            for name, maker in views():
+                if maker().sheet.step:
+                    asked = controls if name == "dynamic_scale.dynamics" else {}
+                    print(json.dumps({name: measured(lab, context, wire, maker, asked)}), flush=True)
         finally:
             context.close()
             lab.close()
-    meta: dict[str, Any] = {"made_by": "python tests/page/measure_views.py", "rounds": options.rounds}
-    meta |= {"utc": datetime.now(UTC).isoformat(timespec="seconds")}
-    meta |= {"versions": {name: version(name) for name in ("jupyterlab", "ipywidgets", "anywidget", "matplotlib")}}
-    meta |= {"load_at_the_end": f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} processors"}
-    text = json.dumps(rounded({"meta": meta, "dynamics": lesson, "animated": moving}), indent=1)
-    options.out.write_text(text + "\n")
+    print(f"load at the end: {os.getloadavg()[0]:.1f} of {os.cpu_count()} processors")
 
 
 if __name__ == "__main__":

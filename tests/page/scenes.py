@@ -21,7 +21,9 @@ from PIL import Image
 from mpkit.view.page import HERE, Page, stylesheet
 from mpkit.view.views import Maker
 
-SIZES = [(1280, "true"), (1280, "false"), (900, "true"), (390, "true"), (390, "false")]
+LIGHT, DARK = ("data-jp-theme-light=true", "data-jp-theme-light=false")
+COLOURS = {LIGHT: "white", DARK: "#111"}
+SIZES = [(1280, LIGHT), (1280, DARK), (900, LIGHT), (390, LIGHT), (390, DARK)]
 SYNCED = ("spec", "controls", "tries", "state", "index", "message", "rows")
 MODEL = """
 const source = document.getElementById("scene").textContent;
@@ -51,7 +53,9 @@ def views() -> Iterator[tuple[str, Maker]]:
                 yield f"{module.name}.{name}", maker
 
 
-def page(shown: Sequence[Page], light: str = "true", names: Sequence[str] = ()) -> str:
+def page(
+    shown: Sequence[Page], html: str = "", body: str = LIGHT, colour: str = "white", names: Sequence[str] = ()
+) -> str:
     """HTML of some living views, whose models are `window.models`; nothing answers what a reader asks."""
 
     def plain(value: Any) -> Any:
@@ -61,11 +65,11 @@ def page(shown: Sequence[Page], light: str = "true", names: Sequence[str] = ()) 
     for state, name in zip(states, names):
         state["title"] = name
     told = json.dumps(states, default=plain).replace("</", "<\\/")
-    dark = "--jp-content-font-color1:#fff;--jp-layout-color0:#111" if light == "false" else ""
+    dark = "--jp-content-font-color1:#fff;--jp-layout-color0:#111" if body == DARK else ""
     script = (HERE / "scene.js").read_text(encoding="utf-8")
     return (
-        f"<!doctype html><meta charset=utf-8><style>{stylesheet()} body {{ {dark}; margin: 8px; "
-        f"background: var(--jp-layout-color0, white) }}</style><body data-jp-theme-light={light}>"
+        f"<!doctype html><html lang=en {html}><meta charset=utf-8><title>views</title><style>{stylesheet()} "
+        f"body {{ {dark}; margin: 8px; background: {colour} }}</style><body {body}>"
         f"<script type=text/plain id=scene>{script}</script><script type=application/json id=states>"
         f"{told}</script><script type=module>{MODEL}</script>"
     )
@@ -85,9 +89,9 @@ def sheets(folder: Path, wanted: Sequence[str]) -> None:
                 continue
             view, file = maker(), folder / "page.html"
             shots = [Image.open(io.BytesIO(view.png()))]
-            for width, light in SIZES:
+            for width, body in SIZES:
                 tab = browser.new_page(viewport={"width": width, "height": 500})
-                file.write_text(page([Page(view)], light), encoding="utf-8")
+                file.write_text(page([Page(view)], "", body, COLOURS[body]), encoding="utf-8")
                 tab.goto(file.as_uri())
                 tab.wait_for_function("window.done")
                 shots.append(Image.open(io.BytesIO(tab.screenshot(full_page=True))))

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, QUIET
+from axe_playwright_python.sync_playwright import Axe
+from browser import CHROMIUM, LOOK, QUIET
 from scenes import page, views
 
 from mpkit.view.page import Page
@@ -15,38 +16,58 @@ HEIGHTS = """() => [...document.querySelectorAll("section")].map((view) => [view
 FAULTS = Path(__file__).with_name("faults.js").read_text("utf-8")
 
 
+THEMES = {  # where a page stands -> its html, its body, its colour
+    "JupyterLab, light": ("", "data-jp-theme-light=true", "white"),
+    "JupyterLab, dark": ("", "data-jp-theme-light=false", "#111"),
+    "Colab, dark": ("theme=dark", "", "#383838"),
+    "VS Code, dark": ("", "class=vscode-dark", "#1e1e1e"),
+    "VS Code, high contrast": ("", "class=vscode-high-contrast", "black"),
+}
+
+
 def shown():
-    """(name, page) of every view and of all that its words ask to try."""
+    """(name, page) of every view and of all that its words ask to try, with its table."""
     for name, maker in views():
-        yield name, Page(maker())
-        for attempt in maker().tries:
+        for label in ("Reset", *(attempt["say"] for attempt in maker().tries)):
             view = maker()
-            view.press(attempt["say"])
-            yield f"{name}, {attempt['say']}", Page(view)
+            view.press(label)
+            page = Page(view)
+            page.ask({"table": True})
+            yield f"{name}, {label}", page
 
 
 @pytest.fixture(scope="module")
 def every(tmp_path_factory):
-    file, (names, pages) = tmp_path_factory.mktemp("scenes") / "all.html", zip(*shown())
-    file.write_text(page(pages, names=names), encoding="utf-8")
-    return file.as_uri()
+    return tmp_path_factory.mktemp("scenes"), dict(shown())
+
+
+@pytest.fixture
+def opened(every, chromium):
+    """Opens pages in a theme, by a width."""
+    browser = chromium.launch(executable_path=CHROMIUM, args=QUIET)
+
+    def open_(names, theme, width):
+        file = every[0] / "all.html"
+        file.write_text(page([every[1][name] for name in names], *THEMES[theme], names=names), encoding="utf-8")
+        tab, problems = browser.new_page(viewport={"width": width, "height": 900}), []
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.goto(file.as_uri())
+        tab.wait_for_function("window.done", timeout=300_000)
+        return tab, problems
+
+    yield open_
+    browser.close()
 
 
 @pytest.mark.parametrize("width", [1280, 900, 390])
-def test_words_lie_apart_and_every_ring_can_be_grabbed(every, chromium, width):
-    browser = chromium.launch(executable_path=CHROMIUM, args=QUIET)
-    tab, problems = browser.new_page(viewport={"width": width, "height": 900}), []
-    tab.on("pageerror", lambda error: problems.append(str(error)))
-    tab.goto(every)
-    tab.wait_for_function("window.done", timeout=300_000)
+def test_words_lie_apart_and_every_ring_can_be_grabbed(every, opened, width):
+    tab, problems = opened(every[1], "JupyterLab, light", width)
     assert (tab.evaluate(FAULTS), problems) == ([], [])
-    browser.close()
 
 
-def test_a_view_fits_a_screen_of_720_pixels_with_its_buttons_and_its_sentence(every, chromium):
-    browser = chromium.launch(executable_path=CHROMIUM, args=QUIET)
-    tab = browser.new_page(viewport={"width": 1130, "height": ROOM})  # what JupyterLab leaves of 1280 x 720
-    tab.goto(every)
-    tab.wait_for_function("window.done", timeout=300_000)
-    assert {name: high for name, high in tab.evaluate(HEIGHTS) if high > ROOM} == {}
-    browser.close()
+@pytest.mark.parametrize("theme", THEMES)
+def test_axe_finds_nothing_in_any_theme(every, opened, theme):
+    tab, _ = opened([name for name in every[1] if name.endswith(", Reset")], theme, 1280)
+    tab.evaluate("() => document.querySelectorAll('.mpk details').forEach((more) => { more.open = true; })")
+    tab.evaluate(Axe().axe_script)
+    assert tab.evaluate(LOOK, [{"include": [[".mpk"]]}, {"resultTypes": ["violations"]}]) == []

@@ -9,7 +9,7 @@ import torch
 from mpkit.view import Sheet, quiz
 from mpkit.view.answers import aside, number, precision, read, same
 from mpkit.view.sheet import exponents, filled, fitted, linear, log2, names, raised
-from mpkit.view.still import figure, still
+from mpkit.view.still import Still, figure
 
 NUMBERS = {
     "65,504": 65504.0, "0xc000": 49152.0, "2^-14": 2.0**-14, "2⁻²⁴": 2.0**-24, "1/4": 0.25, "25 %": 0.25, "−3": -3.0,
@@ -122,7 +122,7 @@ def test_every_mark_is_drawn_named_and_told():
     p.boxes([0], [0], [1], [1], fill="own", hatch=True, text=["box"])
     p.bars([1.0, 0.0], width=1, label="bars")
     p.rule("x", "index", label="now")
-    p.text("{} of 3", 1, 1, values=[np.array([1, 2, 3])])
+    p.text("3 of 3", 1, 1)
     p.arrow((0, 0), (1, 1))
     p.handle("y", "k", 2, 0, 4, "a handle", note="grip")
     p.span("y", 3, 4, "overflow/0.1", "region")
@@ -131,5 +131,5 @@ def test_every_mark_is_drawn_named_and_told():
     drawn = figure(see.spec(), 2)
     assert {text.get_text() for text in drawn.axes[0].texts} >= {"box", "3 of 3", "grip", "region"}
     assert {text.get_text() for text in drawn.legends[0].texts} == {"a line", "a band", "bars", "now"}
-    assert (see.sentence(1), still(see).sentence) == ("Step 1.", "Step 0.")
+    assert (see.sentence(1), Still(see).sentence) == ("Step 1.", "Step 0.")
     assert see.table()[1]["a line"] == "2"
