@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -167,9 +166,6 @@ OPEN = """(path) => { const app = window.jupyterapp;
 LOOK = """async ([context, options]) => { const seen = await axe.run(context, options);
   return seen.violations.flatMap((rule) => rule.nodes.map((node) => [rule.id, node.html.slice(0, 200)])); }"""
 
-# What every lesson imports; a kernel that is started ahead has done so when its notebook's turn comes.
-IMPORTS = "import anywidget, ipywidgets, matplotlib.figure, numpy, pandas, torch\n"
-
 HARMLESS = ("favicon", "Failed to load resource: net::ERR_BLOCKED", "[DEP")
 
 
@@ -190,9 +186,6 @@ class Lab:
         folders = {
             f"JUPYTER{key}_DIR": str(scratch / key.strip("_").lower() / "") for key in ("_CONFIG", "_DATA", "_RUNTIME")
         }
-        startup = scratch / "ipython" / "profile_default" / "startup" / "imports.py"
-        startup.parent.mkdir(parents=True)
-        startup.write_text(IMPORTS)
         self.tab: Tab | None = None
         environment = dict(
             os.environ,
@@ -400,21 +393,18 @@ def visit(lab: Lab, context: Any, notebook: str) -> None:
         assert {c["index"]: c["errors"] for c in cells if c["errors"] and c["index"] not in expected} == {}
         assert [c["index"] for c in cells if not c["ran"]] == [], "cells that did not run"
         assert page.page.evaluate("window.__values") == [], "views that were only opened changed values by themselves"
-        delays: list[float] = []
         for cell in page.outline():
             assert all(len(alt) > 10 for alt in cell["pictures"]), f"a picture without text in cell {cell['index']}"
-            delays += use(page, cell)
+            use(page, cell)
         assert page.problems == []
         assert page.outside == []
-        if delays:
-            print(f"{notebook}: slider to picture {statistics.median(delays):.0f} ms (median of {len(delays)})")
     finally:
         page.close()
 
 
 def use(page, cell):
-    """Use every control of one cell; the delays of its sliders, in milliseconds."""
-    index, delays, dead = cell["index"], [], []
+    """Use every control of one cell."""
+    index, dead = cell["index"], []
     reset, stop = by_name(cell, "Reset"), by_name(cell, "Stop")
     first = None
     if reset:
@@ -436,11 +426,8 @@ def use(page, cell):
             poke(page, index, sliders[-1])  # so that there is something to undo
             page.settled(index)
         starts = control["kind"] == "button" and (stop or control["name"] in PLAY)
-        delay = poke(page, index, control, patience=3 if starts else 0.25)
-        if delay is None and not page.explains(index):
+        if poke(page, index, control, patience=3 if starts else 0.25) is None and not page.explains(index):
             dead.append(control["name"] or control["kind"])
-        elif control["kind"] == "slider" and delay is not None:
-            delays.append(delay)
         if control["name"] in PLAY:  # asked and pressed at once: it may just reach the end, and would begin anew
             page.control(control).evaluate("(button) => button.textContent === 'Pause' && button.click()")
         if control["kind"] == "checkbox":
@@ -457,4 +444,3 @@ def use(page, cell):
         at = next((k for k, (a, b) in enumerate(zip(shown, now)) if a != b), 0)
         parts = f"{shown[max(0, at - 100) : at + 200]!r} and then {now[max(0, at - 100) : at + 200]!r}"
         assert same, f"cell {index}: the same settings show another picture: {parts}"
-    return delays

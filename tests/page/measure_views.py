@@ -1,11 +1,16 @@
-"""How quick the views are in a real JupyterLab: `python tests/page/measure_views.py`; medians. Needs Chromium."""
+"""How quick the views are in a real JupyterLab: `python tests/page/measure_views.py FILE`; medians.
+
+Needs Chromium.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import statistics
+import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +111,17 @@ def main() -> None:
             Page(lab, context, "00_start_here.ipynb").close()  # the page of Jupyter is loaded before anything is timed
             assert lab.tab is not None
             wire = Wire(lab.tab.page)
-            for name, maker in views():
-                if maker().sheet.step:
-                    asked = controls if name == "dynamic_scale.dynamics" else {}
-                    print(json.dumps({name: measured(lab, context, wire, maker, asked)}), flush=True)
+            found = {
+                name: measured(lab, context, wire, maker, controls if name == "dynamic_scale.dynamics" else {})
+                for name, maker in views()
+                if maker().sheet.step
+            }
         finally:
             context.close()
             lab.close()
-    print(f"load at the end: {os.getloadavg()[0]:.1f} of {os.cpu_count()} processors")
+    found["meta"] = {"load_at_the_end": f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} processors"}
+    found["meta"] |= {name: version(name) for name in ("jupyterlab", "ipywidgets", "anywidget")}
+    Path(sys.argv[-1]).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

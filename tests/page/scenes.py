@@ -1,13 +1,12 @@
 """Living views on a bare page without Jupyter, drawn by scene.js: to look at them, and to film one.
 
 `python tests/page/scenes.py FOLDER [NAME ...]` draws every view, or those whose names hold a NAME, as pages 1280, 900
-and 390 pixels wide, light and dark, and as notebooks store them, into contact sheets. Needs Chromium and playwright.
+and 390 pixels wide, light and dark, and as notebooks store them. Needs Chromium and playwright.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,14 +15,12 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from PIL import Image
-
 from mpkit.view.page import HERE, Page, stylesheet
 from mpkit.view.views import Maker
 
 LIGHT, DARK = ("data-jp-theme-light=true", "data-jp-theme-light=false")
 COLOURS = {LIGHT: "white", DARK: "#111"}
-SIZES = [(1280, LIGHT), (1280, DARK), (900, LIGHT), (390, LIGHT), (390, DARK)]
+SIZES = [(width, body) for width in (1280, 900, 390) for body in (LIGHT, DARK)]
 SYNCED = ("spec", "controls", "tries", "state", "index", "message", "rows")
 MODEL = """
 const source = document.getElementById("scene").textContent;
@@ -76,38 +73,27 @@ def page(
 
 
 def sheets(folder: Path, wanted: Sequence[str]) -> None:
-    """One PNG for each view: the page at every size and theme, and the stored picture."""
+    """PNGs of each view: the stored picture, and the page at every size and theme."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     from browser import CHROMIUM, QUIET
     from playwright.sync_api import sync_playwright
 
     folder.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as tool:
-        browser = tool.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        tab = tool.chromium.launch(executable_path=CHROMIUM, args=QUIET).new_page()
         for name, maker in views():
             if wanted and not any(word in name for word in wanted):
                 continue
             view, file = maker(), folder / "page.html"
-            shots = [Image.open(io.BytesIO(view.png()))]
+            (folder / f"{name}.png").write_bytes(view.png())
             for width, body in SIZES:
-                tab = browser.new_page(viewport={"width": width, "height": 500})
+                tab.set_viewport_size({"width": width, "height": 500})
                 file.write_text(page([Page(view)], "", body, COLOURS[body]), encoding="utf-8")
                 tab.goto(file.as_uri())
                 tab.wait_for_function("window.done")
-                shots.append(Image.open(io.BytesIO(tab.screenshot(full_page=True))))
-                tab.close()
-            rows = [shots[1:3], [shots[3], shots[0]], shots[4:]]
-            high = [max(s.height for s in row) for row in rows[:2]]
-            side = sum(s.width for s in rows[2])
-            sheet = Image.new("RGB", (2560 + side, max(sum(high), *(s.height for s in rows[2]))), "#888")
-            for top, row in zip((0, high[0]), rows[:2]):
-                for k, shot in enumerate(row):
-                    sheet.paste(shot, (1280 * k, top))
-            for k, shot in enumerate(rows[2]):
-                sheet.paste(shot, (2560 + 390 * k, 0))
-            sheet.save(folder / f"{name}.png")
-        browser.close()
-        (folder / "page.html").unlink()
+                tab.screenshot(
+                    path=folder / f"{name}_{width}_{'dark' if body == DARK else 'light'}.png", full_page=True
+                )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from scenes import views
 
 from mpkit.view.ahead import differences, moves, packed
-from mpkit.view.controls import Choice, Control, Flag, Range, Stroke, Text
+from mpkit.view.controls import Choice, Control, Flag, Range, Stroke, Text, control
 from mpkit.view.page import Page
 from mpkit.view.still import figure
 from mpkit.view.words import topics, words
@@ -20,14 +20,12 @@ MAKERS = dict(views())
 each_view = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 
 
-def values_of(control, default):
+def values_of(kind, default):
     """Least, most, and one in between."""
-    if isinstance(control, Range):
-        grid = control.grid(default)
+    if isinstance(kind, Range):
+        grid = kind.grid(default)
         return [grid[0], grid[-1], grid[len(grid) // 2]]
-    if isinstance(control, Choice):
-        return list(control.names)
-    return [True, False] if isinstance(control, Flag) else []
+    return list(kind.names) if isinstance(kind, Choice) else [True, False] if isinstance(kind, Flag) else []
 
 
 def whole(view):
@@ -46,20 +44,20 @@ def whole(view):
 def test_every_control_over_its_values(maker):
     view = maker()
     opening = whole(view)
-    for name, control in maker.controls.items():
-        for value in values_of(control, maker.defaults[name]):
+    for name, kind in maker.controls.items():
+        for value in values_of(kind, maker.defaults[name]):
             try:
                 view.set(**{name: value})
             except ValueError:
                 assert view.message
                 continue
             whole(view)
-        if isinstance(control, Range):
-            for wrong in (control.low - 1, control.high + 1, math.nan, "many", True):
+        if isinstance(kind, Range):
+            for wrong in (kind.low - 1, kind.high + 1, math.nan, "many", True):
                 with pytest.raises(ValueError, match=name):
                     view.set(**{name: wrong})
-        if isinstance(control, Stroke):
-            view.set(**{name: {str(control.steps // 2): control.low}})
+        if isinstance(kind, Stroke):
+            view.set(**{name: {str(kind.steps // 2): kind.low}})
             whole(view)
         view.press("Reset")
     assert whole(view) == opening
@@ -158,8 +156,13 @@ def test_a_question_of_the_page_is_answered_whatever_comes_of_it():
 
 
 def test_kinds_of_controls_stand_for_their_short_forms():
-    controls = MAKERS["dynamic_scale.dynamics"].controls
-    kinds = {"run": Choice, "own": Text, "window": Range, "step": Range, "drawn": Stroke}
-    assert all(isinstance(controls[name], kind) for name, kind in kinds.items())
-    assert isinstance(MAKERS["rounding.modes"].controls["negative"], Flag)
-    assert type(MAKERS["start.live"].controls["kicks"]) is Control
+    given = {
+        "run": {"a": "A"},
+        "window": (1, 9),
+        "own": None,
+        "negative": "label",
+        "kicks": None,
+        "drawn": Stroke(3, 0, 1),
+    }
+    defaults = {"run": "a", "window": 2, "own": "", "negative": False, "kicks": 0, "drawn": {}}
+    assert [type(control(given[n], v)) for n, v in defaults.items()] == [Choice, Range, Text, Flag, Control, Stroke]
