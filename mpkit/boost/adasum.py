@@ -213,11 +213,8 @@ class AdaSum(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Merge `delta_weights` (old - new of the local step) over the nodes; -> old_parameters - merged, new tensors.
 
-        The three sequences run in parallel. `parameters` only has to match: mpkit does not write into it.
+        `delta_weights` and `old_parameters` run in parallel; `parameters` is MindSpore's, and not needed.
         """
-        counts = len(delta_weights), len(parameters), len(old_parameters)
-        if len(set(counts)) != 1:
-            raise ValueError(f"need as many deltas as parameters and old parameters, got {counts}")
         if not delta_weights:
             return ()
         dtype = reduce(torch.promote_types, (d.dtype for d in delta_weights), torch.float32)
@@ -235,7 +232,8 @@ class AdaSum(nn.Module):
                 rows.split(widths, 1), sizes, self.eps, lambda all_: dist.all_reduce(all_, group=self._nodes)
             )
             merged = [whole.flatten()[:size] for whole, size in zip(self._gathered(mine).split(widths, 1), sizes)]
-        return tuple((old - new.view_as(old)).to(old.dtype) for old, new in zip(old_parameters, merged))
+        pairs = zip(old_parameters, merged, strict=True)
+        return tuple((old - new.view_as(old)).to(old.dtype) for old, new in pairs)
 
     def _gathered(self, flats: list[Tensor]) -> Tensor:
         """(nodes, values): the tensors of each node side by side."""

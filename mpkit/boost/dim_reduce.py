@@ -242,13 +242,10 @@ class DimReduceUpdate(Wrapped):
 def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> None:
     """Raise ValueError unless it is plain SGD of rate 1 of these weights."""
     plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
-    for group in optimizer.param_groups:
-        found = {key: float(group.get(key, default)) for key, default in plain.items()}
-        if found != plain or "betas" in group:
-            raise ValueError(
-                f"DimReduce computes the whole move, as plain SGD with lr 1 would apply it, got "
-                f"{type(optimizer).__name__} with {found}; the rate of the residual is alpha"
-            )
+    found = [{key: float(group.get(key, plain[key])) for key in plain} for group in optimizer.param_groups]
+    if any(one != plain for one in found) or "betas" in optimizer.defaults:
+        came = f"{type(optimizer).__name__} with {found}"
+        raise ValueError(f"DimReduce makes the move of plain SGD with lr 1, got {came}; the residual's rate is alpha")
     held = {id(p) for p in parameters_of(optimizer)}
     if {id(w) for w in weights} != held:
         raise ValueError(f"the optimizer must hold exactly the {len(weights)} weights, it holds {len(held)} parameters")

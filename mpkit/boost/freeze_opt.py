@@ -69,7 +69,7 @@ class FreezeOpt(Wrapper):
             raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
         self._held = parameters_of(opt)  # what is added later is in no group, and trained on every step
         self.groups = [self._held] if train_parameter_groups is None else self._parts_of(train_parameter_groups)
-        self.strategy = _checked_strategy(train_strategy, len(self.groups))
+        self.strategy = [] if train_strategy is None else _checked_strategy(train_strategy, len(self.groups))
         self.step_index = 0
         self.optimizers = self._copies(isinstance(train_strategy, Tensor)) if faithful else [opt]
 
@@ -173,14 +173,11 @@ class FreezeOpt(Wrapper):
 
     def _copies(self, split: bool) -> list[Optimizer]:
         """One optimizer per group, without state; with `split` its listed rates are divided as MindSpore does."""
-        rates = [getattr(group["lr"], "values", None) for group in self.param_groups]
-        copies = []
-        for i, group in enumerate(self.groups):
-            opt = _copy_for(self.optimizer, group)
-            for values, own in zip(rates, opt.param_groups) if split and len(opt.param_groups) == len(rates) else ():
-                if values is not None:
+        copies = [_copy_for(self.optimizer, group) for group in self.groups]
+        for i, opt in enumerate(copies if split else ()):
+            for own in opt.param_groups:
+                if (values := getattr(own["lr"], "values", None)) is not None:
                     own["lr"] = type(own["lr"])(self._rates_of(i, values))
-            copies.append(opt)
         return copies
 
     def _rates_of(self, group: int, rates: tuple[float, ...]) -> tuple[float, ...]:
@@ -203,19 +200,15 @@ def _copy_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     return result
 
 
-def _checked_strategy(strategy: object, groups: int) -> list[int]:
-    if strategy is None:
-        return []
-    if isinstance(strategy, Tensor):
-        if strategy.ndim != 1 or strategy.dtype != torch.int32:
-            shape = tuple(strategy.shape)
-            raise ValueError(f"a train_strategy tensor must be 1-D int32, got {strategy.dtype} of shape {shape}")
-        strategy = strategy.tolist()
-    if not isinstance(strategy, list | tuple):
-        raise TypeError(f"train_strategy must be a list, a tuple or a tensor, got {type(strategy).__name__}")
-    if not strategy or not all(is_whole(index) and 0 <= index < groups for index in strategy):
-        raise ValueError(f"train_strategy must hold group indices 0..{groups - 1} as ints, got {strategy!r:.80}")
-    return list(strategy)
+def _checked_strategy(strategy: Sequence[int] | Tensor, groups: int) -> list[int]:
+    if isinstance(strategy, Tensor) and (strategy.ndim, strategy.dtype) != (1, torch.int32):
+        came = f"{strategy.dtype} of shape {tuple(strategy.shape)}"
+        raise ValueError(f"a train_strategy tensor must be 1-D int32, got {came}")
+    indices = strategy.tolist() if isinstance(strategy, Tensor) else strategy
+    check_kind("train_strategy", indices, (list, tuple), "a list, a tuple or a tensor")
+    if not indices or not all(is_whole(index) and 0 <= index < groups for index in indices):
+        raise ValueError(f"train_strategy must hold group indices 0..{groups - 1} as ints, got {indices!r:.80}")
+    return list(indices)
 
 
 class FreezeHook(Hook):

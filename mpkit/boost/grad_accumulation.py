@@ -65,10 +65,7 @@ class Accumulate(Wrapped):
         need = [tuple(p.shape) for p in parameters_of(self.optimizer)]
         came = [shape if grad is None else tuple(grad.shape) for grad, shape in zip(gradients, need)]
         if len(gradients) != len(need) or came != need:
-            raise ValueError(
-                f"need a gradient (or None) for each parameter, in the optimizer's order, of the shapes {need}; got "
-                f"{len(gradients)} of {came}"
-            )
+            raise ValueError(f"need a gradient or None for each parameter, of the shapes {need}, got {came}")
         for i, grad in enumerate(gradients):
             if grad is not None:
                 share = grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.parts
