@@ -83,7 +83,8 @@ class Watched:
         self.marks, self.norms = look(self.few), lengths(self.few) if norms else []
 
     def cleared(self) -> bool:
-        return not any(p.grad is not None and float(_values(p.grad).norm()) != 0 for p in self.params)
+        grads = [_values(p.grad) for p in self.params if p.grad is not None]
+        return not grads or not any(float(norm) for norm in torch._foreach_norm(grads))  # NaN is true
 
     def shrunk(self) -> float:
         """How many times larger the gradients were after the last pass, or after `unscale_`; NaN if nobody looked."""

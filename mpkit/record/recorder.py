@@ -70,7 +70,7 @@ class Recorder(Hook):
         meta: Mapping[str, Any] | None = None,
     ) -> None:
         get_format(format)
-        self.meta = dict(meta or {})
+        self.meta = {} if meta is None else dict(meta)
         json.dumps(self.meta)  # refused now, and not when the trace is saved
         self.network, self.optimizer, self.scaler = network, optimizer, scaler
         self.every, self.format, self.index = every, format, 0
