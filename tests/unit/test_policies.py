@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,36 +32,17 @@ from mpkit.replay import replay_tensor_scales, simulate
 from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, PolicyLossScaler
 
 
-def test_vector_keeps_what_all_agree_on_as_numbers():
-    vector = stack([preset("torch", growth_interval=n) for n in (10, 20)])
-    tensors = [f.name for f in fields(vector) if isinstance(getattr(vector, f.name), torch.Tensor)]
-    assert (vector.shape, tensors) == ((2,), ["growth_interval"])
-    assert vector[1] == preset("torch", growth_interval=20)
-    assert vector == stack([preset("torch", growth_interval=n) for n in (10, 20)])
-    assert vector != stack([preset("torch", growth_interval=n) for n in (10, 30)])
-    assert {vector} == {stack([preset("torch", growth_interval=n) for n in (10, 20)])}
-    assert vector != preset("torch")
-    assert preset("torch") != "torch"
+def test_vectors_are_equal_by_what_they_hold():
+    several = [stack([preset("torch", growth_interval=n) for n in ns]) for ns in ((10, 20), (10, 20), (10, 30))]
+    assert several[0] == several[1] != several[2] != preset("torch") != "torch"
+    assert len({*several[:2]}) == 1
     same = stack([preset("torch")] * 3)
-    assert same.shape == (3,)
-    assert same[2] == preset("torch")
-
-
-def test_endings_at_the_floor():
-    down = [False] * 1200
-    assert run(preset("torch"), down[:165]).scale[-1] == 2.0**-149
-    assert run(preset("torch"), down[:166]).scale[-1] == 0.0
-    assert run(preset("apex", init_scale=8.0), down).raised_at == 1078
-    assert run(preset("deepspeed", delayed_shift=1), down).raised_at == 16
-    assert "sank" in run(preset("fairseq"), down).raised
-    assert run(preset("mindspore_manager"), down).raised_at == 1000
-    assert run(preset("jmp", loss_scale=2.0, min_loss_scale=0.5, jit=True), down).scale[-1] == 1.0  # floor lost
+    assert (same.shape, same[2]) == ((3,), preset("torch"))
 
 
 def test_deepspeed_dies_at_infinity_even_when_hysteresis_would_let_the_overflow_pass():
     history = run(preset("deepspeed", scale_window=1, delayed_shift=4), [True] * 1200 + [False])
     assert (history.scale[-1], history.raised_at) == (math.inf, 1200)
-    assert "infinite" in history.raised
     assert run(preset("deepspeed", scale_window=1, dtype=torch.bfloat16), [True] * 1200 + [False]).raised_at is None
 
 
@@ -109,32 +90,13 @@ F32, F64 = np.float32, np.float64
 TWO = ("growth_factor", "backoff_factor")
 
 
-def once(scale: float, factor: float) -> float:
-    return F32(F64(scale) * factor)
-
-
-def single(scale: float, factor: float) -> float:
-    return F32(scale) * F32(factor)
-
-
-def single_over(scale: float, factor: float) -> float:
-    return F32(scale) / F32(factor)
-
-
-def single_inverse(scale: float, factor: float) -> float:
-    return F32(scale) * (F32(1) / F32(factor))
-
-
-def double(scale: float, factor: float) -> float:
-    return F64(scale) * factor
-
-
-def double_over(scale: float, factor: float) -> float:
-    return F64(scale) / factor
-
-
-def double_inverse(scale: float, factor: float) -> float:
-    return F64(scale) * (1 / factor)
+once = lambda scale, factor: F32(F64(scale) * factor)  # noqa: E731
+single = lambda scale, factor: F32(scale) * F32(factor)  # noqa: E731
+single_over = lambda scale, factor: F32(scale) / F32(factor)  # noqa: E731
+single_inverse = lambda scale, factor: F32(scale) * (F32(1) / F32(factor))  # noqa: E731
+double = lambda scale, factor: F64(scale) * factor  # noqa: E731
+double_over = lambda scale, factor: F64(scale) / factor  # noqa: E731
+double_inverse = lambda scale, factor: F64(scale) * (1 / factor)  # noqa: E731
 
 
 ARITHMETIC = {  # what its factors are called (one for both ways, or up and down), more of it, growth, backoff
@@ -485,9 +447,3 @@ def test_numbers_tensors_and_replays_have_one_tensor_scale(name: str):
     assert replay_tensor_scales(amaxes, [policy], scales=True).scales.tolist() == [want]
     if name == "far apart":  # 3 over the largest float32 lies between 2**-127 and 2**-126
         assert advance(policy, initial_tensor_scale(policy), torch.finfo(torch.float32).max).scale == 2.0**-127
-
-
-def test_the_largest_element_is_a_float32():
-    for wrong in (1e-50, 1e39, math.inf, 10**400):
-        with pytest.raises(ValueError, match="element_max must"):
-            TensorScalePolicy(element_max=wrong)

@@ -130,13 +130,6 @@ def test_unused_bits_are_the_mean_distance_of_exponents(kind):
         assert done.worst[i] == pytest.approx(max(products) / 448)
 
 
-def test_a_table_shows_what_policies_differ_in():
-    rows = [tensor_scale_preset("te_delayed", history_len=4, margin=m) for m in (0, 1)]
-    results = ["clipped", "first", "worst", "unused_bits"]
-    assert list(replay_tensor_scales([1.0, 2.0], rows).to_frame()) == ["history_len", "margin", "policy", *results]
-    assert list(replay_tensor_scales([1.0, 2.0], rows[:1]).to_frame()) == ["history_len", "policy", *results]
-
-
 def test_a_current_scale_never_clips_and_a_longer_history_clips_less():
     amax = series("plain")
     rows = [tensor_scale_preset("te_delayed", history_len=n) for n in (1, 4, 16, 64)]
