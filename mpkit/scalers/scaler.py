@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpkit.arguments import Count, check_alike, check_count, check_number, checked, is_number
-from mpkit.policies import ScaleHistory, ScalePolicy, initial, preset
+from mpkit.policies import ScaleHistory, ScalePolicy, preset
 
 from .scale import Face, Scale
 
@@ -107,9 +107,8 @@ class LiveScaler(Face, LossScaler):
         Note the sense: *finite*, the reverse of the managers' and cells' `overflow`.
         """
         need_flag("grads_finite", grads_finite)
-        scales, came = self.live.shape.numel(), tuple(grads_finite.shape)
-        if grads_finite.numel() != scales:
-            raise ValueError(f"grads_finite must hold one flag per scale, {scales}, got shape {came}; use .all()")
+        if grads_finite.numel() != (scales := self.live.shape.numel()):
+            raise ValueError(f"need one flag per scale, {scales}, got shape {tuple(grads_finite.shape)}; use .all()")
         self.live.advance_(grads_finite.logical_not().float().reshape(self.live.shape))
         return bool(self.live.counts)
 
@@ -167,9 +166,6 @@ class DynamicLossScaler(LiveScaler):
 class PolicyLossScaler(LiveScaler):
     """A loss scaler that follows any `ScalePolicy`, without a host read in a step.
 
-    Usable where a `LossScaler` is (`scale`, `unscale`, `adjust`), and where an update cell is:
-    `scaler(loss_scale, overflow) -> overflow` writes the next scale into the caller's tensor.
-
     An error of the policy (overflow at the floor, say) cannot stop a device by itself: it is noted, and `check()`
     raises it when asked. `history()` tells what was decided in the last `remember` steps, and why.
 
@@ -193,18 +189,6 @@ class PolicyLossScaler(LiveScaler):
     def policy(self) -> ScalePolicy:
         """The policy given, with its first scale."""
         return self.live.policy
-
-    def get_loss_scale(self) -> Any:
-        """The policy's first scale, as update cells answer (a list of a vector); the live one is `scale_value`."""
-        first = initial(self.policy).scale
-        return first.tolist() if isinstance(first, Tensor) else first
-
-    def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
-        """The update-cell form: adjust, write the next scale into `loss_scale`, return `overflow`."""
-        need_flag("overflow", overflow)
-        self.adjust(overflow.logical_not())
-        loss_scale.copy_(self.scale_value)
-        return overflow
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another policy."""

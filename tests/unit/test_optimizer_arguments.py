@@ -24,8 +24,6 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
     ("params none", lambda: opt.Adam(None), ValueError),
     ("params empty", lambda: opt.Adam([]), ValueError),
     ("params one tensor", lambda: opt.Adam(P[0]), TypeError),
-    ("params number", lambda: opt.Adam(3), TypeError),
-    ("params of numbers", lambda: opt.Adam([1.0]), TypeError),
     ("params mixed", lambda: opt.Adam([P[0], {"params": [P[1]]}]), TypeError),
     ("params integer", lambda: opt.Adam([torch.ones(2, dtype=torch.int32)]), TypeError),
     ("one parameter twice", lambda: opt.Adam([{"params": [P[0]]}, {"params": [P[0]]}]), RuntimeError),
@@ -34,22 +32,17 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
     ("group key unknown", lambda: opt.Adam([{"params": [P[0]], "grad_centralizaiton": True}]), KeyError),
     ("centralization 1", lambda: opt.Adam([{"params": [P[0]], "grad_centralization": 1}]), TypeError),
     ("order beside lr", lambda: opt.Adam([{"params": [P[0]]}, {"order_params": [P[0]], "lr": 1.0}]), ValueError),
-    ("order not iterable", lambda: opt.Adam([{"params": [P[0]]}, {"order_params": 1}]), TypeError),
     ("order too short", lambda: opt.Adam([{"params": [P[0], P[1]]}, {"order_params": [P[0]]}]), ValueError),
     ("order foreign", lambda: opt.Adam([{"params": [P[0]]}, {"order_params": [P[1]]}]), ValueError),
-    ("order twice", lambda: opt.Adam([{"params": [P[0]]}, *[{"order_params": [P[0]]}] * 2]), ValueError),
     ("order alone", lambda: opt.Adam([{"order_params": [P[0]]}]), ValueError),
     ("lr negative", lambda: opt.Adam([P[0]], -0.1), ValueError),
     ("lr none", lambda: opt.Adam([P[0]], None), TypeError),
     ("lr string", lambda: opt.Adam([P[0]], "0.1"), ValueError),
-    ("lr bool", lambda: opt.Adam([P[0]], True), TypeError),
     ("lr two axes", lambda: opt.Adam([P[0]], torch.ones(2, 2)), ValueError),
     ("lr lists unequal", lambda: opt.SGD([{"params": [P[i]], "lr": [0.1] * (i + 1)} for i in (0, 1)]), ValueError),
     ("decay negative", lambda: opt.Adam([P[0]], weight_decay=-1.0), ValueError),
-    ("decay string", lambda: opt.Adam([P[0]], weight_decay="x"), TypeError),
     ("decay function for SGD", lambda: opt.SGD([P[0]], weight_decay=lambda step: 0.1), TypeError),
     ("loss scale 0", lambda: opt.Adam([P[0]], loss_scale=0), ValueError),
-    ("loss scale string", lambda: opt.Adam([P[0]], loss_scale="2"), TypeError),
     ("option unknown", lambda: opt.Adam([P[0]], foreach=True), TypeError),
     ("faithful 1", lambda: opt.Adam([P[0]], faithful=1), TypeError),
     ("momentum int", lambda: opt.Momentum([P[0]], 0.1, 1), TypeError),
@@ -61,7 +54,6 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
     ("etas list", lambda: opt.Rprop([P[0]], etas=[0.5, 1.2]), TypeError),
     ("ftrl lr int", lambda: opt.FTRL([P[0]], learning_rate=1), TypeError),
     ("ftrl lr list", lambda: opt.FTRL([P[0]], learning_rate=[0.1]), ValueError),
-    ("ftrl lr of a group", lambda: opt.FTRL([{"params": [P[0]], "lr": 0.1}]), ValueError),
     ("adafactor lr and relative", lambda: opt.AdaFactor([P[0]], 0.1), ValueError),
     ("adafactor neither", lambda: opt.AdaFactor([P[0]], relative_step=False), ValueError),
     ("adafactor warmup", lambda: opt.AdaFactor([P[0]], 0.1, relative_step=False, warmup_init=True), ValueError),
@@ -225,21 +217,19 @@ def test_the_rate_of_a_group_added_later_is_shown():
     assert [rate.item() for rate in copy.deepcopy(optimizer).get_lr()] == [0.125, 0.5]
 
 
-def test_a_list_of_rates_of_another_length_is_refused_in_a_group_added_later():
-    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
-    optimizer = opt.Momentum([first], [0.1, 0.2], 0.9)
-    with pytest.raises(ValueError, match="one length in all groups"):
-        optimizer.add_param_group({"params": [second], "lr": [0.1, 0.2, 0.3]})
-    assert len(optimizer.param_groups) == 1
-    assert not optimizer.rates_grouped
-
-
-def net() -> nn.Module:
-    return nn.ModuleDict({"conv": nn.Conv2d(1, 2, 3), "norm": nn.LayerNorm(4), "fc": nn.Linear(4, 2)})
-
-
 def test_trainable_and_untrainable_share_out_the_parameters():
-    module = net()
-    module["fc"].bias.requires_grad_(False)
-    assert [n for n, _ in opt.untrainable_params(module)] == ["fc.bias"]
-    assert [n for n, _ in opt.trainable_params(module)] == [n for n, _ in module.named_parameters() if n != "fc.bias"]
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(4, 2))
+    module[1].bias.requires_grad_(False)
+    assert [n for n, _ in opt.untrainable_params(module)] == ["1.bias"]
+    assert [n for n, _ in opt.trainable_params(module)] == ["0.weight", "0.bias", "1.weight"]
+
+
+def test_a_group_added_later_starts_its_moments_afresh():
+    (first,), fresh, alone = parameters()[:1], nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer, other = opt.Adam([first]), opt.Adam([alone])
+    train(optimizer, [first], range(3))
+    optimizer.add_param_group({"params": [fresh]})
+    fresh.grad, alone.grad = torch.full((3,), 0.5), torch.full((3,), 0.5)
+    optimizer.step()
+    other.step()
+    assert torch.equal(fresh, alone)

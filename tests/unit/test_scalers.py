@@ -145,13 +145,6 @@ def test_mpkit_policy_reports_its_floor_on_the_device(rule):
     scaler.check()  # told once
 
 
-def test_policy_scaler_serves_as_update_cell():
-    scaler, scale = PolicyLossScaler(preset("torch", init_scale=8.0)), torch.tensor([8.0])
-    overflow = torch.tensor(True)
-    assert scaler(scale, overflow) is overflow
-    assert (scale, scaler.get_loss_scale()) == (torch.tensor([4.0]), 8.0)
-
-
 def layerwise(**parameters) -> PolicyLossScaler:
     return PolicyLossScaler(short("fairscale_layerwise", **parameters), remember=5)
 
@@ -234,14 +227,6 @@ def stepped(scaler, finite: bool, scale: torch.Tensor) -> float | list[float]:
         return float(scale)
     scaler.update_loss_scale(not finite)
     return scaler.get_loss_scale()
-
-
-def test_a_state_that_is_refused_changes_nothing():
-    scaler = DynamicLossScaler(64, 2, 3)
-    for wrong in ({"good": "many"}, {"policy": {"growth_interval": 0}}, {"scale": None}):
-        with pytest.raises((TypeError, ValueError)):
-            scaler.load_state_dict({**DynamicLossScaler(8, 4, 5).state_dict(), **wrong})
-        assert scaler.state_dict() == DynamicLossScaler(64, 2, 3).state_dict()
 
 
 def test_state_of_another_kind_is_refused():
