@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +39,7 @@ def check_saved(optimizer: Optimizer, saved: Any, *, whole: bool = False) -> Non
 
 def check_state(optimizer: Optimizer, saved: object) -> None:
     """Raise TypeError or ValueError unless an optimizer, asked itself if it can be, takes `saved` over."""
-    getattr(type(optimizer), "check_state", check_saved)(optimizer, saved)
+    getattr(optimizer, "check_state", partial(check_saved, optimizer))(saved)
 
 
 def rule_of(optimizer: Optimizer) -> str:

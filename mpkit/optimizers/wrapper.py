@@ -12,7 +12,6 @@ from torch.optim import Optimizer as TorchOptimizer
 from mpkit.arguments import checked
 from mpkit.optimizers.arguments import Positive, need_plain_step
 from mpkit.optimizers.base import PATCHES, TOLD, Closing, Loss, Optimizer
-from mpkit.optimizers.saved import check_state
 from mpkit.optimizers.update import Many, Update
 from mpkit.schedules import LearningRateSchedule
 
@@ -76,10 +75,6 @@ class Wrapper(Closing, TorchOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside."""
         return self.optimizer.state_dict()
-
-    def check_state(self, saved: dict[str, Any]) -> None:
-        """Raise TypeError or ValueError for what the optimizer inside cannot take over."""
-        check_state(self.optimizer, saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave."""
