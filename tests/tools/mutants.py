@@ -251,6 +251,10 @@ class Watch:
         finally:
             self.seconds[item.nodeid] = time.process_time() - began
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.out.with_suffix(".failed").write_text(f"{report.nodeid}\n{report.longreprtext}")
+
     def pytest_sessionstart(self) -> None:
         self.seen.start()
 
@@ -273,7 +277,8 @@ class Reached:
         with tempfile.TemporaryDirectory(prefix="mpkit-lines-") as scratch:
             watch = Watch(Path(scratch), root)
             if not passes(files, plugins=[watch]):
-                raise RuntimeError(f"without any change one of these fails; run them by hand: {' '.join(files)}")
+                told = watch.out.with_suffix(".failed")
+                raise RuntimeError(f"a test fails without any change: {told.read_text() if told.exists() else files}")
             data = coverage.CoverageData(Path(scratch) / "lines")
             data.read()
             lines = {Path(f).relative_to(root).as_posix(): data.contexts_by_lineno(f) for f in data.measured_files()}
