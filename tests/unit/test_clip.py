@@ -7,13 +7,10 @@ import torch
 from torch import nn
 
 from mpkit import optimizers as opt
-from mpkit.diagnose import diagnose
-from mpkit.model import Model
 from mpkit.step import (
     TrainOneStepCell,
     TrainOneStepWithLossScaleCell,
     WithLossCell,
-    build_train_network,
 )
 from mpkit.step.phases import clip_
 
@@ -69,24 +66,6 @@ def test_a_cell_clips_and_trains_an_embedding_with_sparse_gradients(scaled):
         cell = TrainOneStepWithLossScaleCell(*parts, torch.tensor(1024.0), clip_norm=0.5)
     cell(torch.tensor([1, 2]), torch.ones(2, 1))
     assert (net[0].weight != before).any(1).tolist() == [False, True, True, False]
-
-
-@pytest.mark.parametrize("make", ["WithLossCell", "build_train_network", "Model", "diagnose"])
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [(nn.MSELoss, r"the class MSELoss; make one of it: MSELoss\(\.\.\.\)"), (5, "int"), ("mse", "str")],
-)
-def test_a_loss_that_is_a_class_or_no_function_is_refused_where_it_enters(make, given, said):
-    """torch said "Boolean value of Tensor with more than one value is ambiguous" in the first step."""
-    net, batch = nn.Linear(3, 2), (torch.ones(4, 3), torch.ones(4, 2))
-    calls = {
-        "WithLossCell": lambda: WithLossCell(net, given),
-        "build_train_network": lambda: build_train_network(net, opt.Momentum(net.parameters(), 0.1, 0.9), given),
-        "Model": lambda: Model(net, given, opt.Momentum(net.parameters(), 0.1, 0.9)),
-        "diagnose": lambda: diagnose(net, batch, given),
-    }
-    with pytest.raises(TypeError, match=f"^loss_fn must be .*, got {said}"):
-        calls[make]()
 
 
 def test_a_loss_may_be_a_function_and_a_backbone_must_be_a_module():

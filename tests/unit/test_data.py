@@ -13,11 +13,9 @@ from support import ROOT
 from torch import nn
 
 from mpkit import data, networks
-from mpkit.casting import auto_mixed_precision
 from mpkit.data import mnist
-from mpkit.formats import FP16
-from mpkit.networks import Network
-from mpkit.scalers import DynamicLossScaler, all_finite
+from mpkit.experiment import train
+from mpkit.scalers import DynamicLossScaler
 
 
 def test_digits_are_the_1797_images_with_pixels_between_0_and_1():
@@ -171,53 +169,26 @@ def test_a_token_of_tiny_gpt_sees_only_its_past():
 
 # --- one epoch of MNIST
 
-BATCH = 64
-
-
-@pytest.fixture(scope="module")
-def batches():
-    """The 938 batches of the tutorial: shuffled, mean 0.1307 and deviation 0.3081 taken out."""
-    try:
-        images, labels = mnist()
-    except FileNotFoundError as missing:
-        beside = ROOT.parent / "shared" / "data" / "mnist"
-        if not beside.is_dir():
-            pytest.skip(f"needs the MNIST files: {missing}")
-        images, labels = mnist(beside)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    images = images.sub_(0.1307).div_(0.3081)
-    return [(images[part], labels[part]) for part in order.split(BATCH)]
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, FP16], ids=["float32", "bfloat16", "emulated fp16"])
-def test_one_epoch_of_mnist_at_o2(batches, dtype):
-    """The tutorial's training step, plain SGD with rate 0.01; its skips are those that the scale asks for."""
-    torch.manual_seed(1)
-    model = Network()
-    if dtype is not None:
-        auto_mixed_precision(model, "O2", dtype)
-    loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-2)
+@pytest.mark.parametrize(("level", "dtype"), [("O0", "float16"), ("O2", "bfloat16"), ("O2", "fp16")])
+def test_one_epoch_of_mnist(level, dtype, monkeypatch):
+    """The tutorial's training, plain SGD with rate 0.01; its skips are those that the scale asks for."""
+    beside = ROOT.parent / "shared" / "data"
+    if (beside / "mnist").is_dir():
+        monkeypatch.setenv("MPKIT_DATA", str(beside))
+    try:
+        mnist()
+    except FileNotFoundError as missing:
+        pytest.skip(f"needs the MNIST files: {missing}")
     scaler = DynamicLossScaler(scale_value=2**16, scale_factor=2, scale_window=50)
-    losses, skipped = [], 0
-    for x, label in batches:
-        loss = loss_fn(model(x), label)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        is_finite = all_finite(grads := [p.grad for p in model.parameters()])
-        if is_finite:
-            for p, grad in zip(model.parameters(), scaler.unscale(grads)):
-                p.grad = grad
-            optimizer.step()
-        skipped += not is_finite
-        scaler.adjust(is_finite)
-        losses.append(loss.item())
-    assert (len(losses), losses[0]) == (938, pytest.approx(2.3, abs=0.05))
-    assert sum(losses[-100:]) < 40
-    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
-    if dtype == FP16:
-        assert skipped > 0  # the scale found the ceiling of float16 and came back
-        assert scaler.scale_value < 2.0**20
+    options = {"level": level, "dtype": dtype, "scaler": scaler, "epochs": 1, "batch": 64}
+    got = train("Network", "mnist", optimizer="torch.SGD", lr=1e-2, **options)
+    assert (len(got["loss"]), got["loss"][0]) == (938, pytest.approx(2.3, abs=0.05))
+    assert sum(got["loss"][-100:]) < 80
+    assert got["accuracy"] > 80
+    if dtype == "fp16":  # the scale found the ceiling of float16 and came back
+        assert got["skipped"] > 0
+        assert got["last_scale"] < 2.0**20
     else:
-        assert skipped == 0
-        assert scaler.scale_value == 2.0 ** (16 + 938 // 50)
+        assert (got["skipped"], got["last_scale"]) == (0, 2.0 ** (16 + 938 // 50))

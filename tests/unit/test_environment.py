@@ -1,10 +1,8 @@
 """The two ways to install name the same packages, and the set-up says plainly what is missing."""
 
 import importlib.util
-import os
 import re
 import socket
-import subprocess
 import sys
 import tomllib
 
@@ -106,25 +104,6 @@ def test_a_taken_port_is_named_or_passed_over(bootstrap):
         bootstrap.port_of(["--port=²"])
 
 
-def test_an_environment_of_another_python_is_made_anew(bootstrap, monkeypatch, tmp_path):
-    """Somebody's own .venv of Python 3.9 stood in the folder: pip then found no version that fits."""
-    monkeypatch.setattr(bootstrap, "VENV", str(tmp_path))
-    monkeypatch.setattr(bootstrap, "BIN", str(tmp_path))
-    made = []
-    monkeypatch.setattr("venv.create", lambda folder, **options: made.append(options))
-    monkeypatch.setattr(bootstrap, "quiet_lab", lambda: None)
-    run = subprocess.call
-    monkeypatch.setattr(bootstrap.subprocess, "call", lambda c, **o: 0 if "install" in c else run(c, **o))
-    for version in ("3, 9", "3, 12", "3, 14"):
-        (tmp_path / "python").write_text(
-            f"#!{sys.executable}\nimport sys\nsys.version_info = ({version}, 1)\nexec(sys.argv[2])\n"
-        )
-        (tmp_path / "python").chmod(0o755)
-        bootstrap.setup("lab")
-        (tmp_path / "mpkit-lab").unlink()
-    assert made == [{"with_pip": True, "clear": True}] * 2
-
-
 def test_what_cannot_be_set_up_is_refused_before_anything_is_made(bootstrap, monkeypatch, tmp_path):
     monkeypatch.setattr(bootstrap, "VENV", str(tmp_path / "venv"))
     monkeypatch.setattr(bootstrap, "BIN", str(tmp_path / "venv" / "bin"))
@@ -142,27 +121,6 @@ def test_make_lab_opens_a_copy_without_results(bootstrap, monkeypatch):
     assert command[1:5] == ["-m", "mpkit", "lab", "mpkit-lessons"]
     assert command[-1] == "--no-browser"
     assert "/mpkit-lessons/" in (ROOT / ".gitignore").read_text().splitlines()
-
-
-@pytest.mark.parametrize("python", ["/nowhere/python3", "ls", "true"])
-def test_what_is_no_python_is_told_by_its_name(python):
-    """`make notebooks PYTHON=true` did nothing and ended well; a shim of no installed Python told of itself."""
-    done = subprocess.run(
-        ["make", "--no-print-directory", "notebooks", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode != 0
-    assert done.stdout.startswith(
-        f"mpkit: Python 3.11 to 3.13 is needed, and {python} is no Python 3 that runs; install"
-    )
-    assert len(done.stdout.splitlines()) == 1
-
-
-def test_the_second_set_up_has_nothing_to_do():
-    if not (ROOT / ".venv" / "mpkit-test").exists():
-        pytest.skip("this environment was not made by make test")
-    command = [sys.executable, str(ROOT / ".ci" / "bootstrap.py"), "setup", "lab"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    assert done.stdout.strip() == "mpkit: everything is installed already (.venv)"
 
 
 def test_the_bootstrap_parses_on_old_pythons():

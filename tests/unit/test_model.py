@@ -105,23 +105,18 @@ def test_callbacks_are_told_in_order_with_counters_from_1():
     assert [line[0] for line in log.lines].count("train_step_end") == 4
 
 
-def test_fit_evaluates_every_second_epoch_and_the_monitor_says_so(capsys):
-    """The example of the reference: 4 epochs of 2 batches, every 2nd epoch, LossMonitor(3)."""
-    model().fit(4, loader(2), loader(1), valid_frequency=2, callbacks=[LossMonitor(3)])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in lines] == [
-        "epoch: 2 step: 1",
-        "Eval result: epoch 2",
-        "epoch: 3 step: 2",
-        "Eval result: epoch 4",
-    ]
-    assert "metrics: {'accuracy': " in lines[1]
-    assert "'loss': " in lines[1]
-    model().fit(3, loader(2), loader(1), valid_frequency=[1, 3], callbacks=[LossMonitor(0)])
-    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
-        "Eval result: epoch 1",
-        "Eval result: epoch 3",
-    ]
+@pytest.mark.parametrize(
+    ("epochs", "every", "printed"),
+    [
+        (4, 2, ["epoch: 2 step: 1", "Eval 2", "epoch: 3 step: 2", "Eval 4"]),
+        (3, [1, 3], ["Eval 1", "epoch: 2 step: 1", "epoch: 3 step: 2", "Eval 3"]),
+    ],
+)
+def test_fit_evaluates_after_some_epochs_and_the_monitor_says_so(epochs, every, printed, capsys):
+    """First the example of the reference: 4 epochs of 2 batches, every 2nd epoch, LossMonitor(3)."""
+    model().fit(epochs, loader(2), loader(1), valid_frequency=every, callbacks=[LossMonitor(3)])
+    lines = [line.replace("result: epoch ", "").split(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == printed
 
 
 def test_a_nan_loss_stops_a_run_without_scaling_and_is_skipped_with_it():
@@ -157,20 +152,20 @@ def test_predict_gives_the_levels_dtype_and_an_evaluation_widens_it():
     assert ours.train_network.scale_sense.item() == 2.0**24
 
 
+class Evaluated(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, y):
+        out = self.net(x)
+        return y, nn.functional.cross_entropy(out, y), out
+
+
 def test_an_evaluation_network_of_ones_own():
-    class Evaluated(nn.Module):
-        def __init__(self, net):
-            super().__init__()
-            self.net = net
-
-        def forward(self, x, y):
-            out = self.net(x)
-            return y, nn.functional.cross_entropy(out, y), out
-
-    net = network()
-    settings = {"metrics": {"accuracy", "loss"}, "eval_network": Evaluated(net), "eval_indexes": [1, 2, 0]}
-    other = Model(net, nn.CrossEntropyLoss(), metrics={"accuracy", "loss"})
-    assert Model(net, **settings).eval(loader()) == other.eval(loader())
+    net, asked = network(), {"accuracy", "loss"}
+    own = Model(net, metrics=asked, eval_network=Evaluated(net), eval_indexes=[1, 2, 0])
+    assert own.eval(loader()) == Model(net, nn.CrossEntropyLoss(), metrics=asked).eval(loader())
 
 
 @pytest.mark.parametrize(
@@ -233,21 +228,15 @@ def test_a_second_ctrl_c_does_not_wait():
     assert ours.train_network.scale_sense.item() == 1024.0  # neither updated nor adjusted
 
 
-def test_a_finished_run_has_nothing_left_and_a_longer_one_goes_on(tmp_path):
-    path = tmp_path / "run.pt"
-    whole, short = model(), model()
-    torch.manual_seed(1)
-    whole.train(3, loader())
-    torch.manual_seed(1)
-    short.train(2, loader(), callbacks=Checkpoint(path))
-    again = model(seed=4)
-    again.load(path)
-    again.train(2, loader())
-    assert torch.equal(weights(again), weights(short))
-    longer = model(seed=4)
-    longer.load(path)
-    longer.train(3, loader())
-    assert torch.equal(weights(longer), weights(whole))
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_a_finished_run_has_nothing_left_and_a_longer_one_goes_on(tmp_path, epochs):
+    whole, short, again = model(), model(), model(seed=4)
+    for ours, until in ((whole, epochs), (short, 2)):
+        torch.manual_seed(1)
+        ours.train(until, loader(), callbacks=Checkpoint(tmp_path / "run.pt"))
+    again.load(tmp_path / "run.pt")
+    again.train(epochs, loader())
+    assert torch.equal(weights(again), weights(whole))
 
 
 def test_a_checkpoint_of_another_network_changes_nothing(tmp_path):

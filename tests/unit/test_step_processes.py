@@ -15,7 +15,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from mpkit import optimizers
-from mpkit.boost import AdaSum
 from mpkit.scalers import DynamicLossScaleUpdateCell
 from mpkit.step import TrainOneStepCell, TrainOneStepWithLossScaleCell
 from mpkit.step.distributed import average_, mean_
@@ -85,20 +84,7 @@ class Sum(nn.Module):
         return x.sum()
 
 
-def merged(rank):
-    found = []
-    for make in (lambda p: optimizers.Momentum(p, 0.5, 0.0), lambda p: torch.optim.SGD(p, 0.5)):
-        p = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-        made = make([p])
-        adasum = AdaSum(rank, 1, RANKS, (p,))
-        for _ in range(4):
-            p.grad = torch.tensor([1.0, 2.0 * rank - 1.0], dtype=torch.float16)
-            adasum.update_(made.step)
-        found.append(p.detach())
-    return found
-
-
-WAYS = {f.__name__: f for f in (large, sparse, joined, merged, sixteen_bits)}
+WAYS = {f.__name__: f for f in (large, sparse, joined, sixteen_bits)}
 
 
 def worker(rank, folder):
@@ -153,12 +139,6 @@ def test_uneven_inputs_inside_join_come_to_an_end(results):
     assert [results[rank]["joined"][-1].item() for rank in range(RANKS)] == [2.0, 4.0]
     for a, b in zip(results[0]["joined"][:-1], results[1]["joined"][:-1]):
         assert torch.equal(a, b)
-
-
-def test_what_adasum_writes_into_sixteen_bit_weights_is_kept(results):
-    ours, theirs = results[0]["merged"]
-    assert torch.equal(ours, theirs)
-    assert ours[0] < -1.0
 
 
 def test_sixteen_bit_micro_batches_are_summed_in_float32_and_averaged_once(results):
