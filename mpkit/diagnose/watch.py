@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -184,7 +184,7 @@ class Watch(TorchDispatchMode):
         inputs: list[Tensor],
         made: list[Tensor],
         operands: tuple[Operand, ...] | None = None,
-        written: set[str] | frozenset[str] = frozenset(),
+        written: Collection[str] = (),
     ) -> None:
         """What came out and is not finite comes from what went in and was not meant; else it is a new event."""
         bad = [t for t in made if not finite(t)]
@@ -200,7 +200,7 @@ class Watch(TorchDispatchMode):
         event = Event(self._events, operation, module, phase, of, frozenset(kinds), operands or _operands(inputs))
         self._events += 1
         first = _merged(before).event or event
-        if "nan" not in kinds and kinds <= written.union(*(origin.meant for origin in before)):
+        if "nan" not in kinds and kinds <= set(written).union(*(origin.meant for origin in before)):
             return Origin(first, meant=event.kinds)
         if phase == "forward" and not before and kinds - {"-inf"}:
             self.hidden = self.hidden or event

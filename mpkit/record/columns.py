@@ -61,5 +61,4 @@ def _host(values: list[Any]) -> np.ndarray:
     if not all(isinstance(value, Tensor) for value in values):  # numbers, and a few tensors among them
         return np.array([kept(value) if isinstance(value, Tensor) else value for value in values])
     whole = torch.stack([value.double() if value.is_floating_point() else value for value in values])
-    array: np.ndarray = whole.numpy(force=True)
-    return array
+    return np.asarray(whole.numpy(force=True))

@@ -181,7 +181,6 @@ class Recorder(Hook):
         if self.index & (self.index - 1) == 0:  # now and then: it goes through the whole network
             self._warn_of_others()
         norm: float | Tensor = math.nan
-        rate: float | Tensor = math.nan
         due = self.index % self.every == 0
         found: Any = self._outcome(optimizer) if overflow is None else overflow
         if due or found is None:
@@ -196,8 +195,7 @@ class Recorder(Hook):
             self._gradients.end_step(self.index)
             self._activations.end_step(self.index)
             self._forward.clear()
-        if optimizer is not None and optimizer.param_groups:
-            rate = coming_rate(optimizer, optimizer.param_groups[0])
+        rate = coming_rate(optimizer, optimizer.param_groups[0]) if optimizer and optimizer.param_groups else math.nan
         row = (self.index, loss, scale, found, rate, norm, time.perf_counter() - self._start)
         self._steps.append(dict(zip(STEPS, map(kept, row))))
         if self._amaxes is not None:

@@ -27,28 +27,24 @@ def scale_of(scaler: object) -> float | Tensor:
     if held is None and hasattr(scaler, "get_scale"):  # a GradScaler before its first use, or one that is off
         held = scaler.get_scale()
     if held is None:
-        kind = type(scaler).__name__
-        raise TypeError(f"cannot read a loss scale from {kind}; give it to record(loss, scale=...) in every step")
+        raise TypeError(f"cannot read a loss scale from {type(scaler).__name__}; give it to record(loss, scale=...)")
     return held
 
 
-Note = dict[str, Any]
-
-
-def note_of(scaler: object, optimizer: Optimizer | None) -> Note | None:
+def note_of(scaler: object, optimizer: Optimizer | None) -> dict[str, Any] | None:
     """What a GradScaler notes down about this optimizer's running step; only its private bookkeeping knows."""
     if not isinstance(scaler, GradScaler) or optimizer is None or not scaler.is_enabled():
         return None
     return scaler._per_optimizer_states[id(optimizer)]
 
 
-def found_inf(note: Note) -> float | Tensor:
+def found_inf(note: dict[str, Any]) -> float | Tensor:
     """Whether a GradScaler found an overflow in a step that it has taken; a step that it never took had none."""
     first, *others = note["found_inf_per_device"].values() or [0.0]
     return kept(sum((flag.to(first.device) for flag in others), first))
 
 
-def was_unscaled(note: Note | None) -> bool:
+def was_unscaled(note: dict[str, Any] | None) -> bool:
     """Whether the GradScaler has divided this optimizer's gradients."""
     return note is not None and note["stage"].name == "UNSCALED"
 

@@ -249,10 +249,11 @@ def test_a_planted_fault_is_named(fault):
     if fault.module:
         assert report.module == fault.module, str(report)
     works = report.max_scale
-    if fault.verdict == "scale_too_high":
-        assert 1 <= works < options["scale"]
-    elif fault.verdict == "gradient_overflow":
-        assert works < 1
+    if fault.verdict in ("scale_too_high", "gradient_overflow"):
+        assert (1 <= works < options["scale"]) if fault.verdict == "scale_too_high" else works < 1
+        assert any(f"{works:.10g}" in advice for advice in report.advice)
+        after = diagnose(network, fault.batch(), fault.loss, **(options | {"scale": works}))
+        assert after.verdict == "healthy"
     else:
         assert works is None
     assert report.advice
