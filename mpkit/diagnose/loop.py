@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mpkit.diagnose.gradients import Pass, Watched, length, look, undivided
 from mpkit.diagnose.graph import divides_by, nodes, note, noted, terms
 from mpkit.diagnose.listening import Listening, callers, family, line, same, scale_of, several, tensors_in
-from mpkit.diagnose.mistakes import MISTAKES, LoopFinding, LoopReport
+from mpkit.diagnose.words import MISTAKES, LoopFinding, LoopReport
 
 _BY_HAND = 8.0  # a factor of a loss from which it counts as a loss scale that the reader multiplies by
 Call = Callable[..., Any]  # the function that the watching one stands for

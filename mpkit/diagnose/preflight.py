@@ -80,21 +80,19 @@ def _found(key: str, where: str, severity: str = "", /, **values: object) -> Fin
 
 
 def _tensors(network: nn.Module, level: str, remedied: bool) -> Iterator[Finding]:
-    parameters = list(network.named_parameters())
-    bad = [name for name, p in parameters if p.is_leaf and not _is_finite(p.grad)]
-    if bad:
-        yield _found("gradient_not_finite", bad[0], count=len(bad))
     cast = "torch.autocast" if level == "torch_autocast" else f"level {level}"
-    for name, p in parameters:
+    parameters = dict(network.named_parameters())
+    if bad := [name for name, p in parameters.items() if p.is_leaf and not _is_finite(p.grad)]:
+        yield _found("gradient_not_finite", bad[0], count=len(bad))
+    for name, p in parameters.items():
         if not _is_finite(p):
             yield _found("parameter_not_finite", name)
         if p.dtype in _LOW and level != "O0" and not (remedied and p.dtype is torch.bfloat16):
             yield _found("parameter_low", name, dtype=dtype_name(p.dtype), cast=cast)
         if p.grad is not None and p.grad.dtype == torch.float16:
             yield _found("gradient_low", name)
-    for name, buffer in network.named_buffers():
-        if not _is_finite(buffer, mask=True):
-            yield _found("buffer_not_finite", name)
+    broken = (name for name, buffer in network.named_buffers() if not _is_finite(buffer, mask=True))
+    yield from (_found("buffer_not_finite", name) for name in broken)
 
 
 def _ownership(network: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
@@ -110,14 +108,12 @@ def _constants(optimizer: Optimizer, fmt: FloatFormat, level: str) -> Iterator[F
     """Constants of the optimizer that the format of its states cannot hold."""
     for index, group in enumerate(optimizer.param_groups if not isinstance(optimizer, BFloat16Weights) else ()):
         low = [_FORMATS[d] for d in {p.dtype for p in group["params"]} if d in _LOW]
+        severity = "error" if low else "warning"
         for key in ("eps", "lr", "weight_decay"):
-            given = group.get(key)
-            several = given if isinstance(given, tuple | list) else [given]  # torch's Adafactor has (None, 1e-3)
-            value = min((v for v in several if isinstance(v, float)), default=0.0)
+            value = group.get(key)
             for one in low or ([fmt] if level == "O3" else []):
-                if 0 < value <= one.zero_up_to:
-                    severity, where = "error" if low else "warning", f"optimizer group {index}"
-                    yield _found("constant_zero", where, severity, key=key, value=value, fmt=one)
+                if isinstance(value, float) and 0 < value <= one.zero_up_to:
+                    yield _found("constant_zero", f"optimizer group {index}", severity, key=key, value=value, fmt=one)
 
 
 def _states(optimizer: Optimizer, names: dict[int, str]) -> Iterator[Finding]:
@@ -165,12 +161,11 @@ def _lost(size: Tensor, weight: Tensor, fmt: FloatFormat, moving: Tensor) -> flo
 
 def _averages(network: nn.Module, average: nn.Module | None) -> Iterator[Finding]:
     """Averages of weights in 16 bits: what they take over in a step is below half an ulp."""
-    inside = {name: m for name, m in network.named_modules() if isinstance(m, AveragedModel)}
-    for where, module in {**inside, **({} if average is None else {"average": average})}.items():
+    inside = [(name, m) for name, m in network.named_modules() if isinstance(m, AveragedModel)]
+    for name, module in [*inside, *([] if average is None else [("average", average)])]:
         low = next((p.dtype for p in module.parameters() if p.dtype in _LOW), None)
         if low is not None:
-            half = _FORMATS[low].eps / 2
-            where = where or type(module).__name__
+            where, half = name or type(module).__name__, _FORMATS[low].eps / 2
             yield _found("average_low", where, dtype=dtype_name(low), share=_AVERAGE, half=half)
 
 

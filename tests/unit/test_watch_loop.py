@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.diagnose import LoopReport, watch_loop
-from mpkit.diagnose.mistakes import MISTAKES
+from mpkit.diagnose.words import MISTAKES
 from mpkit.scalers import DynamicLossScaler, all_finite
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 
