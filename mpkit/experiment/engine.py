@@ -79,8 +79,7 @@ def experiment(
         check_flags(progress=progress)
     check_flags(retry=retry)
     check_kind("version", version, str, "your own word for the code", optional=True)
-    if n_jobs is not None:
-        check_number("n_jobs", n_jobs, low=-(2**20), high=2**20)
+    check_number("n_jobs", 1 if n_jobs is None else n_jobs, low=-(2**20), high=2**20)
     jobs = 1 if default_device().type == "cuda" else joblib.effective_n_jobs(n_jobs)
     place = temporary() if folder is None else folder_at(folder)
     cells, chosen, hasher = cells_of(grid), seeds_of(seeds), Hasher()

@@ -32,18 +32,11 @@ def marked() -> list[str]:
 def outcomes(report: Path) -> dict[str, Any]:
     """Passed, failed and skipped tests of a JUnit file, with the names of those that failed."""
     cases = list(ElementTree.parse(report).iter("testcase"))
-    failed = [
-        f"{c.get('classname')}::{c.get('name')}"
-        for c in cases
-        if c.find("failure") is not None or c.find("error") is not None
-    ]
+    bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    failed = [f"{c.get('classname')}::{c.get('name')}" for c in bad]
     skipped = sum(c.find("skipped") is not None for c in cases)
-    return {
-        "passed": len(cases) - len(failed) - skipped,
-        "failed": len(failed),
-        "skipped": skipped,
-        "failures": failed,
-    }
+    passed = len(cases) - len(failed) - skipped
+    return {"passed": passed, "failed": len(failed), "skipped": skipped, "failures": failed}
 
 
 def printed(made: dict[str, Any]) -> list[str]:

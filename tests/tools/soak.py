@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import os
 import random
 import statistics
 import sys
-import threading
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jupyter_client.manager import KernelManager, start_new_kernel
-from jupyter_client.provisioning import LocalProvisioner
+from jupyter_client.manager import start_new_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 SET_UP = """
@@ -59,56 +60,35 @@ def torn(answer: dict) -> bool:
     return losses != scales or skipped >= losses or told not in answer["sentence"]
 
 
-class Reader(threading.Thread):
-    """One kernel, and somebody who presses."""
-
-    def __init__(self, number: int, until: float) -> None:
-        super().__init__(daemon=True)
-        self.rng, self.until = random.Random(number), until
-        self.times, self.errors, self.torn = list[float](), 0, 0
-        self.manager: KernelManager
-        self.manager, self.client = start_new_kernel(kernel_name="python3")
-        self._asked(SET_UP)
-
-    @property
-    def pid(self) -> int:
-        provisioner = self.manager.provisioner
-        assert isinstance(provisioner, LocalProvisioner)
-        return provisioner.pid or 0
-
-    def _asked(self, code: str, expression: str = "None") -> Any:
-        """The value of an expression after some code; what is printed can come too late on a machine this busy."""
-        given = {"value": expression}
-        reply = self.client.execute_interactive(code, user_expressions=given, output_hook=lambda _: None, timeout=120)
-        content = reply["content"]
-        found = content["user_expressions"]["value"] if content["status"] == "ok" else content
-        if found["status"] != "ok":
-            raise RuntimeError("\n".join(found["traceback"]))
-        return ast.literal_eval(found["data"]["text/plain"])
-
-    def run(self) -> None:
-        while time.monotonic() < self.until:
-            start = time.monotonic()
-            try:
-                self.torn += torn(self._asked("", f"press({presses(self.rng)!r})"))
-            except Exception as error:
-                print(f"no answer: {error}"[:300], file=sys.stderr, flush=True)
-                self.errors += 1
-            self.times.append(time.monotonic() - start)
-            time.sleep(self.rng.random())
-
-    def close(self) -> None:
-        self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
+def asked(client: Any, code: str, expression: str = "None") -> Any:
+    """The value of an expression after some code; what is printed can come too late on a machine this busy."""
+    given = {"value": expression}
+    reply = client.execute_interactive(code, user_expressions=given, output_hook=lambda _: None, timeout=120)
+    content = reply["content"]
+    found = content["user_expressions"]["value"] if content["status"] == "ok" else content
+    if found["status"] != "ok":
+        raise RuntimeError("\n".join(found["traceback"]))
+    return ast.literal_eval(found["data"]["text/plain"])
 
 
-def memory(pids: list[int]) -> float:
-    """Proportional memory of processes, MiB."""
-    total = 0
-    for pid in pids:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        total += int(next(line for line in lines if line.startswith("Pss:")).split()[1])
-    return total / 1024
+def read(number: int, client: Any, until: float) -> list[tuple[float, str]]:
+    """Seconds of each answer that a reader of one kernel gets, and what is wrong with it."""
+    rng, answers = random.Random(number), []
+    while time.monotonic() < until:
+        start, wrong = time.monotonic(), ""
+        try:
+            wrong = "torn" if torn(asked(client, "", f"press({presses(rng)!r})")) else ""
+        except Exception as error:
+            wrong = f"no answer: {error}"[:300]
+        answers.append((time.monotonic() - start, wrong))
+        time.sleep(rng.random())
+    return answers
+
+
+def memory(managers: Iterable[Any]) -> float:
+    """Proportional memory of kernels, MiB."""
+    rolls = [Path(f"/proc/{manager.provisioner.pid}/smaps_rollup").read_text() for manager in managers]
+    return sum(int(roll.partition("Pss:")[2].split()[0]) for roll in rolls) / 1024
 
 
 def main() -> int:
@@ -118,31 +98,27 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    until = time.monotonic() + 1e9
-    readers = [Reader(number, until) for number in range(options.kernels)]
+    started = [start_new_kernel(kernel_name="python3") for _ in range(options.kernels)]
+    managers, clients = zip(*started)
     try:
-        pids = [reader.pid for reader in readers]
-        before = memory(pids)
-        for reader in readers:
-            reader.until = time.monotonic() + 60 * options.minutes
-            reader.start()
-        time.sleep(30 * options.minutes)
-        half = memory(pids)
-        for reader in readers:
-            reader.join()
-        after = memory(pids)
+        for client in clients:
+            asked(client, SET_UP)
+        before, until = memory(managers), time.monotonic() + 60 * options.minutes
+        with ThreadPoolExecutor(options.kernels) as readers:
+            found = readers.map(read, range(options.kernels), clients, [until] * options.kernels)
+            answers = list(itertools.chain.from_iterable(found))
+        after = memory(managers)
     finally:
-        for reader in readers:
-            reader.close()
-    times = sorted(t for reader in readers for t in reader.times)
-    wrong, failed = sum(r.torn for r in readers), sum(r.errors for r in readers)
+        for manager, client in started:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)
+    times, wrong = sorted(seconds for seconds, _ in answers), [words for _, words in answers if words]
     print(f"{options.kernels} kernels, {options.minutes:g} minutes, {os.cpu_count()} cores")
-    print(f"{len(times)} answers, {wrong} torn, {failed} failed")
-    print(
-        f"an answer took {statistics.median(times):.2f} s (median), {times[int(0.99 * len(times))]:.2f} s (99 of 100)"
-    )
-    print(f"memory of all kernels {before:.0f} MiB at first, {half:.0f} MiB at half time, {after:.0f} MiB at the end")
-    return int(bool(wrong or failed))
+    print(f"{len(times)} answers, {wrong.count('torn')} torn, {len(wrong) - wrong.count('torn')} failed")
+    print(*sorted(set(wrong) - {"torn"}), sep="\n")
+    print(f"an answer took {statistics.median(times):.2f} s, 99 of 100 at most {times[int(0.99 * len(times))]:.2f} s")
+    print(f"memory of all kernels {before:.0f} MiB at first, {after:.0f} MiB at the end")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

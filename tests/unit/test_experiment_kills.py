@@ -3,6 +3,7 @@
 `MPKIT_KILLS=10` kills each of the two ten times; every kill costs a start of joblib's workers.
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -14,11 +15,8 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-pytest.importorskip("joblib")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes by /proc, as on Linux"),
-]
+found = Path("/proc/self/stat").exists()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not found, reason="finds processes by /proc, as on Linux")]
 
 JOBS, CELLS = 2, 150
 KILLS = int(os.environ.get("MPKIT_KILLS", "2"))
@@ -69,14 +67,12 @@ class Study:
 
 def until(condition):
     end = time.monotonic() + PATIENCE
-    while True:
-        try:
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):  # a process that ended while it was looked at
             if value := condition():
                 return value
-        except OSError:  # a process that ended while it was looked at
-            pass
-        assert time.monotonic() < end, "it never happened"
         time.sleep(0.03)
+    raise AssertionError("it never happened")
 
 
 def test_a_killed_experiment_loses_the_running_cells_and_leaves_no_process_behind(tmp_path):

@@ -13,7 +13,7 @@ import torch
 from recorded import trace_of
 
 from mpkit.data import data_dir
-from mpkit.formats import E5M2, FP16
+from mpkit.formats import E5M2
 from mpkit.policies import FRAMEWORKS, ScalePolicy, preset, run, stack
 from mpkit.record import Trace
 from mpkit.replay import CAVEAT, ceilings, flushed, flushed_by_current_scale, replay, simulate, sweep, swept
@@ -78,24 +78,12 @@ def test_sampled_steps_are_those_of_a_whole_run_and_none_is_an_empty_table() -> 
     assert simulate([], many).first_good.tolist() == [0] * 27
 
 
-def test_simulate_refuses_what_it_cannot_step() -> None:
-    for tops in ([1.0, np.nan], [10**400], np.ones((4, 3)), 1.0):
-        with pytest.raises(ValueError, match="ceilings must"):
-            simulate(tops, stack([preset("torch"), preset("flax")]))
-
-
 @pytest.mark.parametrize("largest", [3.0, 70000.0, 2.0**40, 3e38, 2.0**-20 * 1.7])
 def test_the_ceiling_of_a_gradient_is_the_last_scale_that_the_native_cast_takes(largest: float) -> None:
     g = float(torch.tensor(largest))
     (top,) = ceilings(trace_of([torch.tensor([largest, 0.0])], form="fp32"), "fp16")
     above = Fraction(math.nextafter(top, math.inf)) * (1 + Fraction(2.0**-52))  # 65520 / g was rounded, too
     assert Fraction(g) * Fraction(float(top)) < 65520 <= Fraction(g) * above
-
-
-def test_another_format_has_another_ceiling() -> None:
-    trace = trace_of([torch.tensor([1.0, 2.0**-10])])
-    assert ceilings(trace, E5M2)[0] == pytest.approx(61440, rel=1e-12)  # max 57344 + half of 8192
-    assert ceilings(trace, FP16)[0] == pytest.approx(65520, rel=1e-12)
 
 
 INF = torch.tensor([np.inf])
@@ -121,7 +109,7 @@ def test_the_ceiling_of_a_step_that_overflowed_is_an_estimate_below_its_scale(va
 def test_measured_ceilings_come_before_all_estimates() -> None:
     trace = dataclasses.replace(trace_of([torch.ones(2)] * 2), measured={"fp16": np.array([3.0, -1.0])})
     assert ceilings(trace).tolist() == [3.0, -1.0]
-    assert ceilings(trace, "e5m2").tolist() != [3.0, -1.0]
+    assert ceilings(trace, "e5m2").tolist() == pytest.approx([61440] * 2, rel=1e-12)  # max 57344 + half of 8192
 
 
 @pytest.mark.parametrize("scale", [2.0**-8, 1.0, 2.0**7, 2.0**13])
@@ -140,12 +128,6 @@ def test_a_single_value_is_lost_or_not(scale: float, share: float) -> None:
     """2^-29 times 2^5 is float16's smallest number; a quarter of that is lost."""
     got = flushed(trace_of([torch.tensor([2.0**-29, 0.0])]), np.array([[scale]]))
     np.testing.assert_array_equal(got, [[share]])
-
-
-def test_flushed_needs_a_row_of_scales_for_each_histogram() -> None:
-    for scales, error in ((np.ones((2, 1)), ValueError), (np.ones(1), ValueError), ([[1.0]], TypeError)):
-        with pytest.raises(error, match="scales"):
-            flushed(trace_of([torch.ones(1)]), scales)
 
 
 def test_a_tensor_of_zeros_or_with_a_bad_value_has_no_scale_of_its_own() -> None:
@@ -181,11 +163,10 @@ def test_what_is_lost_is_what_is_left_of_applied_steps_and_of_their_values() -> 
     assert row["lost"] == pytest.approx(1 - (1 - row["skipped_share"]) * (1 - row["flushed"]), rel=1e-15)
 
 
-def test_replay_takes_a_policy_a_list_a_vector_or_a_mapping() -> None:
+def test_replay_takes_a_policy_a_list_or_a_vector() -> None:
     trace, one, two = trace_of([torch.ones(3)] * 5), swept(8.0, 2, 3), swept(4.0, 2, 3)
     assert replay(trace, one)["policy"].tolist() == ["sweep"]
     assert len(replay(trace, [one, two])) == len(replay(trace, stack([one, two]))) == 2
-    assert set(replay(trace, {"a": one, "b": two})["policy"]) == {"a", "b"}
 
 
 def test_sweep_is_replay_of_every_combination() -> None:
@@ -281,10 +262,11 @@ def test_own_ceilings_take_the_place_of_the_recorded_ones() -> None:
     [
         (lambda t: replay(t.before(0), preset("torch")), ValueError, "no steps"),
         (lambda t: replay(t, preset("torch"), tops=np.ones(3)), ValueError, "tops"),
+        (lambda t: simulate([1.0, np.nan], preset("torch")), ValueError, "ceilings must"),
+        (lambda t: simulate(np.ones((4, 3)), preset("torch")), ValueError, "ceilings must"),
+        (lambda t: flushed(t, np.ones((2, 1))), ValueError, "scales"),
         (lambda t: sweep(t.before(0)), ValueError, "no steps"),
         (lambda t: sweep(t, window=2.5), TypeError, "window"),
-        (lambda t: sweep(t, init=[]), ValueError, "at least one"),
-        (lambda t: sweep(t, init=[True]), TypeError, "init"),
         (lambda t: sweep(t, factor=1.0), ValueError, "factor"),
     ],
 )
