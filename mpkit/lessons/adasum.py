@@ -1,7 +1,5 @@
 """*AdaSum*: AdaSum of two updates in the plane, and in a small training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache

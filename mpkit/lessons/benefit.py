@@ -1,7 +1,5 @@
 """Lessons 00 and 06: will my network fit, how fast can it be? Bytes that a step keeps, and the roofline of a layer."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,8 +20,7 @@ WAYS = ("float32", "autocast", "O1", "O2", "O3", "8 bits")
 PARTS = {"weights": "zero", "gradients": "overflow", "optimizer state": "subnormal", "copies of weights": "own",
          "kept for the backward pass": "normal"}  # fmt: skip
 HATCHED = ("gradients", "copies of weights")  # beside colour, so that neighbours differ without it
-STATE = {"Adam": 8, "momentum": 4}
-"""Bytes of float32 state for a parameter."""
+STATE = {"Adam": 8, "momentum": 4}  # bytes of float32 state for a parameter
 
 
 class Card(NamedTuple):

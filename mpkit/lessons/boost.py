@@ -1,10 +1,7 @@
 """Lesson 07: what a boost level switches on, how fast and how accurate it was, and what each step spends time on."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -33,7 +30,7 @@ PARTS = {  # of a step: role and hatch
 
 # ---- numbers
 @cache
-def measured() -> Mapping[str, Any]:
+def measured() -> dict[str, Any]:
     """The stored benchmark: `speed` and `accuracy` rows, and `meta` with the device and the versions."""
     return json.loads((data_dir() / "benchmarks" / "boost.json").read_text())
 

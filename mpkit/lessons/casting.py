@@ -1,16 +1,12 @@
 """Lesson 06: a network at a level, operation by operation."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit.casting import LEVELS, PRESETS, auto_mixed_precision, cast_like, ledger, to_float
@@ -37,10 +33,10 @@ class LogSoftmax(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """(N,) logits -> (N,) their log-probabilities."""
-        return F.log_softmax(z, 0) if self.fused else torch.log(torch.softmax(z, 0))
+        return torch.log_softmax(z, 0) if self.fused else torch.log(torch.softmax(z, 0))
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
+NETWORKS: dict[str, Any] = {
     "MLP": Network,
     "LeNet5": LeNet5,
     "residual block": lambda: ResidualBlock(1, 8, stride=2),
@@ -54,21 +50,15 @@ class Walk(NamedTuple):
     """A network seen operation by operation at one level.
 
     `steps` are rows of the ledger, the first one with what was lost at the network's border; `errors` the root mean
-    square errors of their results against float64, relative to the result; then layer names, bytes kept, casts.
+    square errors of their results against float64, relative to the result; then layer names, bytes kept, and the casts
+    of parameters, of activations, and of these the ones at the network's border.
     """
 
     steps: tuple[Operation, ...]
     errors: tuple[float, ...]
     layers: tuple[str, ...]
     kept_bytes: int
-    parameter_casts: int
-    activation_casts: int
-    border_casts: int
-
-    @property
-    def error(self) -> float:
-        """That of the network's result."""
-        return self.errors[-1]
+    casts: tuple[int, int, int]
 
 
 def layers_of(network: nn.Module) -> tuple[str, ...]:
@@ -122,7 +112,7 @@ def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> W
     lost = {name: sum(getattr(x, name) or 0 for x in (steps[0], *border)) for name in ("flushed", "overflowed")}
     weights, moved = (sum(c.tensor != "activation" for c in cs) for cs in (book.casts, border))
     casts = weights, len(book.casts) - weights, len(border) - moved
-    return Walk((replace(steps[0], **lost), *steps[1:]), errors, layers, book.measured_bytes, *casts)
+    return Walk((replace(steps[0], **lost), *steps[1:]), errors, layers, book.measured_bytes, casts)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -155,20 +145,17 @@ def levels(see: Sheet, network="MLP", level="O2", fmt="fp16", kept=0, exponent=0
     _operations(see, seen.steps, fmt)
     _errors(see, seen, plain, fmt)
     low = sum(step.compute != "float32" for step in seen.steps)
-    lost = sum(s.flushed or 0 for s in seen.steps), sum(s.overflowed or 0 for s in seen.steps)
+    flushed, over = (sum(getattr(s, name) or 0 for s in seen.steps) for name in ("flushed", "overflowed"))
     moved = f", layer {seen.layers[kept - 1]} in float32" if kept else ""
-    ends = f", of these {seen.border_casts} at the network's input and output" if seen.border_casts else ""
+    weights, values, border = seen.casts
+    ends = f", of these {border} at the network's input and output" if border else ""
+    memory = f" Kept for the backward pass: {seen.kept_bytes / 1024:.0f} KiB, in float32 {plain.kept_bytes / 1024:.0f}."
     told = (
         f"{network} at {level} in {fmt}{moved}: {low} of {len(seen.steps)} operations compute in {fmt}. Parameters are "
-        f"cast {counted(seen.parameter_casts, 'time')}, activations {counted(seen.activation_casts, 'time')}{ends}. "
-        f"{counted(lost[0], 'value')} became zero and {lost[1]} overflowed."
+        f"cast {counted(weights, 'time')}, activations {counted(values, 'time')}{ends}. {counted(flushed, 'value')} "
+        f"became zero and {over} overflowed.{memory if plain.kept_bytes else ''}"  # none: nothing is trained
     )
-    if plain.kept_bytes:  # nothing is where no parameter is trained
-        told += (
-            f" {seen.kept_bytes / 1024:.0f} KiB are kept for the backward pass, against "
-            f"{plain.kept_bytes / 1024:.0f} KiB in float32."
-        )
-    error = "not finite" if math.isinf(seen.error) else f"{seen.error:.2g}"
+    error = "not finite" if math.isinf(seen.errors[-1]) else f"{seen.errors[-1]:.2g}"
     see.say(f"{told} The relative error of the result is {error}.", stored=told, walk=seen, plain=plain)
 
 
@@ -180,14 +167,11 @@ def _operations(see: Sheet, steps: tuple[Operation, ...], fmt: str) -> None:
         at = np.array([i for i, s in enumerate(steps) if (s.compute == "float32") == wide])
         if len(at):
             look: dict[str, Any] = {"fill": f"{role}/0.2", "edge": role, "hatch": not wide or None, "label": label}
-            look |= {
-                "text": ["fp32" if wide else steps[i].compute for i in at],
-                "names": [_label(steps[i]) for i in at],
-            }
+            look["text"] = ["fp32" if wide else steps[i].compute for i in at]
+            look["names"] = [_label(steps[i]) for i in at]
             above.boxes(at - 0.42, [0.34] * len(at), at + 0.42, [0.94] * len(at), **look)
-    for i, step in enumerate(steps):
-        if step.casts:
-            above.text(counted(step.casts, "cast") if n <= 12 else str(step.casts), i, 0.14, color="muted")
+    words = [(counted(s.casts, "cast") if n <= 12 else str(s.casts)) if s.casts else "" for s in steps]
+    above.text(words, np.arange(n), [0.14] * n, color="muted")
 
 
 def _errors(see: Sheet, seen: Walk, plain: Walk, fmt: str) -> None:
@@ -200,14 +184,14 @@ def _errors(see: Sheet, seen: Walk, plain: Walk, fmt: str) -> None:
     own, wide = (exponents(w.errors, LOWEST, HIGHEST) for w in (seen, plain))
     below.line(wide, color="reference", dash="--", glyph="s", size=3, label="float32 (O0)")
     below.line(own, color="own", glyph="o", label=f"{fmt}, at the level", ghost=True)
-    for name, color, glyph, height, label in (
-        ("flushed", "zero", "v", LOWEST + 1.5, "flushed to zero"),
-        ("overflowed", "overflow", "x", HIGHEST - 1.2, "overflowed"),
+    zero, over = ({i: n for i, s in enumerate(steps) if (n := getattr(s, lost))} for lost in ("flushed", "overflowed"))
+    for found, color, glyph, height, label in (
+        (zero, "zero", "v", LOWEST + 1.5, "flushed to zero"),
+        (over, "overflow", "x", HIGHEST - 1.2, "overflowed"),
     ):
-        found = {i: f"{n} of the values" for i, s in enumerate(steps) if (n := getattr(s, name))}
         if found:
-            look = {"glyph": glyph, "size": 5, "label": label, "told": [*found.values()]}
-            below.points([height] * len(found), [*found], color, **look)
+            told = [f"{n} of the values" for n in found.values()]
+            below.points([height] * len(found), [*found], color, glyph=glyph, size=5, label=label, told=told)
 
 
 def _label(step: Operation) -> str:

@@ -1,10 +1,9 @@
 """The training that the lessons share: the 784-512-512-10 network on the digits, at any level, with any scaler."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +40,8 @@ def train_step(
     return loss.detach(), bool(finite)
 
 
-@dataclass
-class Run:
-    """What happened in one training.
+class Run(NamedTuple):
+    """What happened in one training so far.
 
     Args:
         level, dtype:  casting level and 16-bit format.
@@ -55,9 +53,9 @@ class Run:
 
     level: str
     dtype: str
-    losses: list[float] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
+    losses: tuple[float, ...] = ()
+    scales: tuple[float, ...] = ()
+    skipped: tuple[int, ...] = ()
     accuracy: float | None = None
 
 
@@ -86,19 +84,14 @@ def training(
     network = auto_mixed_precision(Network().to(device), level, computed_in(dtype, device))
     optimizer = torch.optim.SGD(network.parameters(), RATE)
     images, labels = (t.to(device) for t in digits("train"))
-    order = torch.Generator().manual_seed(seed)
-    run = Run(level, dtype)
-    batches: Iterator[Tensor] = iter(())
-    for number in range(steps):
-        batch = next(batches, None)
-        if batch is None:  # a new epoch, shuffled anew
-            batches = iter(torch.randperm(len(images), generator=order).split(BATCH))
-            batch = next(batches)
+    order, run = torch.Generator().manual_seed(seed), Run(level, dtype)
+    batches = (batch for _ in count() for batch in torch.randperm(len(images), generator=order).split(BATCH))
+    for number, batch in zip(range(steps), batches):
         scale = float(scaler.scale_value)
         loss, finite = train_step(network, optimizer, scaler, images[batch], labels[batch])
-        losses, scales = [*run.losses, float(loss)], [*run.scales, scale]
         right = accuracy(network) if number == steps - 1 else None
-        run = Run(level, dtype, losses, scales, run.skipped if finite else [*run.skipped, number], right)
+        skipped = run.skipped if finite else (*run.skipped, number)
+        run = Run(level, dtype, (*run.losses, float(loss)), (*run.scales, scale), skipped, right)
         yield run
 
 
@@ -116,5 +109,5 @@ def recorded_run(steps: int = STEPS) -> Run:
     It was trained with momentum, which `training` has not.
     """
     trace = Trace.load(data_dir() / "traces" / "mlp_digits.npz").before(steps)
-    skipped = [i for i, bad in enumerate(trace.overflow) if bad]
-    return Run("recorded", "float16", trace.loss.tolist(), trace.scale.tolist(), skipped)
+    skipped = tuple(i for i, bad in enumerate(trace.overflow) if bad)
+    return Run("recorded", "float16", tuple(trace.loss.tolist()), tuple(trace.scale.tolist()), skipped)

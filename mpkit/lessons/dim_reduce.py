@@ -1,7 +1,5 @@
 """*Dimension reduction*: training in the plane of the principal components of an earlier training path."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,8 +11,7 @@ from torch import Tensor, nn
 from mpkit.boost.dim_reduce import DimReduce, LineSearch, pca_matrix
 from mpkit.data import digits
 from mpkit.replay.percent import percent
-from mpkit.view import Choice, Range, Sheet, Stroke, view
-from mpkit.view.parts import prediction
+from mpkit.view import Choice, Range, Sheet, view
 from mpkit.view.sheet import linear
 from mpkit.view.words import counted
 
@@ -197,23 +194,3 @@ def _plane(see: Sheet, path: Path, rho: float, earlier: np.ndarray) -> np.ndarra
         plane.points(taken[:, i, 1], taken[:, i, 0], "normal", **look)
     plane.points(now[:-1, 1], now[:-1, 0], "ink", fill="paper", size=5, show="at", label="weights now")
     return beyond.sum(1)
-
-
-# ---- a prediction that is drawn: the loss in two directions
-ENDS = (0.0, 2.5)
-
-
-@view(typed="or type it: nine losses from left to right", drawn=Stroke(STEPS + 1, *ENDS))
-def draw_loss(see: Sheet, typed="", drawn={}, shown=False) -> None:
-    """Draw the loss of DimReduce with 2 components over 40 steps, beside the gradient descent that they come from.
-
-    Numbers: `guess` and `truth` from step 1 on, `near`, at how many steps they are within 0.1 of each other.
-    """
-    truth = reduced_path(2).losses
-    see.grid(380, 900)
-    panel = see.panel(x=linear("step", -1, STEPS + 1, 10), y=linear("loss, nats", *ENDS))
-    panel.line(reduced_path(0).losses, color="muted", width=1.6, dash=":", label="gradient descent")
-    prediction(see, panel, "dim_reduce.loss", truth, first=1, ends=ENDS, start=2.3, points=9, within=0.1,
-               typed=typed, drawn=drawn, shown=shown)  # fmt: skip
-    if shown:
-        panel.line(truth, color="reference", width=2.6, label="DimReduce, 2 components")

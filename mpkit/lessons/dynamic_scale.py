@@ -1,9 +1,6 @@
 """Lesson 04, *What if*: how a dynamic loss scale moves, over a recorded run, and over factors and windows."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,10 +13,9 @@ from mpkit.policies import ScalePolicy, explain
 from mpkit.record import Trace
 from mpkit.replay import ceilings, flushed, simulate
 from mpkit.replay import sweep as every_pair
-from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
 from mpkit.view.parts import gradients, last_row, prediction, tenths
-from mpkit.view.sheet import Panel, exponents, linear, log2, names, power_of_two
+from mpkit.view.sheet import Panel, exponents, fitted, linear, log2, names, power_of_two
 from mpkit.view.words import capital
 
 RUNS = {
@@ -60,13 +56,6 @@ def recorded(run: str, own: str = "") -> tuple[Trace, np.ndarray]:
     return trace, ceilings(trace, "fp16")
 
 
-def drawn_over(tops: np.ndarray, drawn: Mapping[int, float]) -> np.ndarray:
-    """Ceilings (steps,), some of them drawn by hand: step -> exponent."""
-    tops, at = tops.copy(), [step for step in drawn if step < len(tops)]
-    tops[at] = np.exp2([drawn[step] for step in at])
-    return tops
-
-
 def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
     """Share of gradient values that are zero in float32 already, or become zero in float16 at these scales.
 
@@ -81,7 +70,7 @@ def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
 
 
 def stepped(
-    policy: ScalePolicy, tops: np.ndarray, puts: Mapping[int, float] | None = None
+    policy: ScalePolicy, tops: np.ndarray, puts: dict[int, float] | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(scale used in each step, was it finite, what was decided after it) when step i overflows above `tops[i]`.
 
@@ -132,7 +121,9 @@ def dynamics(
     if floor > start:
         raise ValueError(f"the floor 2^{floor} must not lie above the start 2^{start}")
     trace, recorded_tops = recorded(run, own)
-    ceiling, count = drawn_over(recorded_tops, drawn), len(trace)
+    ceiling, count = recorded_tops.copy(), len(trace)
+    for at, power in drawn.items():
+        ceiling[at : at + 1] = 2.0**power  # a trace may be shorter
     policy = ScalePolicy.by_factor(2.0**start, factor, window, 2.0**floor, name="dynamic")
     scale, finite, reasons = stepped(policy, ceiling, {k: 2.0**v for k, v in puts.items()})
     zeros = zero_share(trace, scale)
@@ -141,15 +132,13 @@ def dynamics(
     if drawn or puts:
         see.buttons["Undo drawing"] = {"drawn": {}, "puts": {}}
 
-    real = np.log2([*ceiling[(ceiling > 0) & np.isfinite(ceiling)], *scale])
-    low, high = math.floor(real.min()) - 3, math.ceil(real.max())
-    high += 3
+    low, high = fitted(ceiling, scale, room=3)
     see.grid(400, rows=(3, 1), cols=(2.7, 1))
     see.play("step", "step", count, every=100)
     used, top = exponents(scale, low, high), exponents(ceiling, low, high)
     ring = since_change(scale, finite, window, [*puts]) / min(window, count)
     layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)][last_row(trace)]
-    main = _main(see, used, top, (low, high), ring, finite, reasons, layers)
+    main = _main(see, used, top, (low, high), ring, finite, {"decision": reasons, "largest gradient": layers})
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     grip: dict[str, Any] = {"slope": -1, "cross": low + 0.12 * (high - low), "stem": True, "note": f"window {window}"}
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
@@ -165,26 +154,22 @@ def dynamics(
     told: dict[str, Any] = {"decided": [f"{r}{'' if ok else after}" for r, ok in zip(reasons, finite)]}
     headroom = np.log2(np.maximum(ceiling, 2.0**-60) / scale)
     if ceiling.min() > 0:
-        bound, told["top"] = "the ceiling {top:2^}, the headroom {headroom:.1f} bits", np.log2(ceiling)
-        told["empty"], told["plain"] = tenths(zeros), tenths(plain)
-        share = "{empty} % of this step's gradient values are zero (in float32 already {plain} %)"
+        bound = "the ceiling {top:2^}, the headroom {headroom:.1f} bits"
+        share = " At this scale {empty} % of this step's gradient values are zero (in float32 already {plain} %)."
+        told |= {"top": np.log2(ceiling), "empty": tenths(zeros), "plain": tenths(plain)}
     else:
-        bound, share = "{top}", "{empty} of this step's gradient values are zero{plain}"
+        bound, share = "{top}", ""
         told["top"] = np.where(ceiling > 0, "below the ceiling", "and no scale helps: the loss is not finite")
-        told["empty"] = ["an unknown share" if math.isnan(z) else percent(z) for z in zeros]
-        told["plain"] = ["" if math.isnan(z) else f" (in float32 already {percent(z)})" for z in plain]
     guess = "" if "fp16" in trace.measured else " The ceiling is an estimate where gradients were not recorded."
     see.say(
         f"{name}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
-        f"far: {{so_far}} of {{count}}. At this scale {share}.{guess}",
+        f"far: {{so_far}} of {{count}}.{share}{guess}",
         at=np.arange(count), count=np.arange(count) + 1, so_far=np.cumsum(~finite), power=np.log2(scale), scale=scale,
         finite=finite, reasons=reasons, layers=layers, ceiling=ceiling, headroom=headroom, zeros=zeros, **told,
     )  # fmt: skip
 
 
-def _main(
-    see: Sheet, used: np.ndarray, top: Any, ends: Any, ring: np.ndarray, finite: Any, reasons: Any, layers: np.ndarray
-) -> Panel:
+def _main(see: Sheet, used: Any, top: Any, ends: Any, ring: Any, finite: Any, notes: dict[str, np.ndarray]) -> Panel:
     """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
     low, high = ends
     x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, len(used), 20)]}
@@ -196,7 +181,7 @@ def _main(
     main.crosses(used, skips, "skipped step", "ink", since=skips, size=4.5, show="upto")
     ball: dict[str, Any] = {"color": ["overflow", "own"], "hue": finite.astype(np.uint8), "size": 7, "glide": True}
     main.points(used, ring=ring, show="at", **ball)
-    for label, words in (("decision", reasons), ("largest gradient", layers)):
+    for label, words in notes.items():
         codes, of = np.unique(words.astype(str), return_inverse=True)
         main.add("notes", label=label, told=codes.tolist(), codes=of.astype(np.uint8))
     return main
@@ -222,8 +207,8 @@ FIGURES = {  # of a cell: the title of the table, what its range is told as
     "lost": ("training signal lost, %", "% of the training signal is lost"),
     "time": ("time spent on skipped steps, %", "% of the training time is spent on skipped steps"),
 }
+# time of a skipped step in applied ones: all but the update, of the ResNet-18 in `data/benchmarks/boost.json`
 SKIPPED = 0.985
-"""Time of a skipped step in applied ones: all but the update, of the ResNet-18 in `data/benchmarks/boost.json`."""
 
 
 @cache
@@ -272,22 +257,16 @@ def sweep(see: Sheet, run="gpt_sums", own="", start=16, figure="lost") -> None:
 FIRST, STEPS, ENDS = 40, 100, (14.0, 22.0)
 
 
-@cache
-def hidden() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(exponents of the scale, exponents of its ceiling, was the step finite), each (100,): factor 2, window 20."""
-    ceiling = recorded("gpt_sums")[1][:STEPS]
-    scale, finite, _ = stepped(ScalePolicy.by_factor(2.0**16, 2.0, 20, 1.0), ceiling)
-    return np.log2(scale), np.log2(ceiling), finite
-
-
 @view(typed="or type it: 2 to the ..., from step 40, 50, 60, 70, 80, 90 on", drawn=Stroke(STEPS, *ENDS))
 def draw(see: Sheet, typed="", drawn={}, shown=False) -> None:
     """A prediction that is drawn: the scale of steps 40 to 99, before it is shown. Numbers: `guess truth near`."""
-    truth, top, finite = hidden()
+    ceiling = recorded("gpt_sums")[1][:STEPS]
+    scale, finite, _ = stepped(ScalePolicy.by_factor(2.0**16, 2.0, 20, 1.0), ceiling)
+    truth, top = np.log2(scale), np.clip(np.log2(ceiling), *ENDS)
     see.grid(380, 900)
     panel = see.panel(x=linear("step", -1, STEPS, 10), y=log2("loss scale", *ENDS))
-    panel.band(np.clip(top, *ENDS), ENDS[1], label="here it would overflow")
-    panel.line(np.clip(top, *ENDS), color="overflow", width=1.6, label="ceiling")
+    panel.band(top, ENDS[1], label="here it would overflow")
+    panel.line(top, color="overflow", width=1.6, label="ceiling")
     panel.rule("x", FIRST - 0.5, "muted", dash=":")
     told = prediction(see, panel, "dynamic_scale.draw", truth, first=FIRST, ends=ENDS, start=17, points=6,
                       within=0.5, typed=typed, drawn=drawn, shown=shown, stairs=True)  # fmt: skip

@@ -1,7 +1,5 @@
 """Lesson 08: four broken trainings to look into."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import OrderedDict
@@ -10,7 +8,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision
@@ -22,7 +19,7 @@ from mpkit.view.parts import edges, regions
 from mpkit.view.sheet import exponents, log2, names, power_of_two, space
 from mpkit.view.words import exponent
 
-FORMATS = {"float16": FP16, "bfloat16": BF16}
+LOSS, FORMATS = nn.functional.cross_entropy, {"float16": FP16, "bfloat16": BF16}
 
 
 # ---- four broken trainings
@@ -69,10 +66,8 @@ def case(name: str) -> Case:
 @cache
 def investigated(name: str, power: int, dtype: str) -> Report:
     """The diagnosis of a case at O2 and a loss scale of 2**power."""
-    found = case(name)
-    return diagnose(
-        found.network, found.batch, F.cross_entropy, level="O2", scale=2.0**power, dtype=getattr(torch, dtype)
-    )
+    network, batch, _ = case(name)
+    return diagnose(network, batch, LOSS, level="O2", scale=2.0**power, dtype=getattr(torch, dtype))
 
 
 class Stop(NamedTuple):
@@ -106,7 +101,7 @@ def passed(name: str, level: str, dtype: str, power: int) -> list[Stop]:
     for part, module in network.named_children():
         if not isinstance(module, nn.Flatten):
             module.register_forward_hook(lambda _m, _x, output, part=part: heard.__setitem__(part, output))
-    heard["loss"] = F.cross_entropy(network(found.batch[0]), found.batch[1])
+    heard["loss"] = LOSS(network(found.batch[0]), found.batch[1])
     wanted = {part: heard[part] for part in [*heard][:0:-1]} | dict(network.named_parameters())
     slopes = dict(zip(wanted, torch.autograd.grad(heard["loss"], [*wanted.values()], torch.tensor(2.0**power))))
     stops = []

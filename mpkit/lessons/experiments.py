@@ -1,9 +1,7 @@
 """*Your own experiment*: choose cells, watch runs arrive, stop and go on."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +16,7 @@ from mpkit.view.intervals import axis, beside, intervals
 from mpkit.view.sheet import names
 from mpkit.view.words import counted
 
-CELLS: Mapping[str, Mapping[str, Any]] = {
+CELLS: dict[str, dict[str, Any]] = {  # formats are emulated, so that any machine can compute in them
     name: {"level": level, "dtype": dtype, "scaler": scaler, "boost": boost}
     for name, level, dtype, scaler, boost in (
         ("float32", "O0", "float16", None, "O0"),
@@ -31,18 +29,15 @@ CELLS: Mapping[str, Mapping[str, Any]] = {
         ("centralized", "O0", "float16", None, "grad_centralization"),
     )
 }
-"""What the lesson compares: formats are emulated, so that any machine can compute in them."""
 
 
 # ---- networks and runs
-perceptron = partial(Network, inputs=64, hidden=32)
-"""64-32-10, the quickest network that is worth a question."""
+perceptron = partial(Network, inputs=64, hidden=32)  # the quickest network that is worth a question
+residual = partial(resnet18, width=4, in_channels=1)
 NETWORKS: dict[str, Any] = {  # name -> how it is trained, small enough for a minute of several cells and seeds
     "perceptron": partial(train, perceptron, "digits8", lr=0.1, epochs=2, batch=64),
     "LeNet-5": partial(train, LeNet5, "digits", lr=0.05, epochs=1, batch=64),
-    "ResNet-18, width 4": partial(
-        train, partial(resnet18, width=4, in_channels=1), "digits8", lr=0.05, epochs=1, batch=64
-    ),
+    "ResNet-18, width 4": partial(train, residual, "digits8", lr=0.05, epochs=1, batch=64),
 }
 
 
@@ -52,11 +47,10 @@ def recorded() -> Results:
     return Results.load(data_dir() / "experiments" / "digits_levels.zip")
 
 
-own_folder = cache(temporary)
-"""Where the runs of this kernel lie until it ends."""
+own_folder = cache(temporary)  # the runs of this kernel lie there until it ends
 
 
-def chosen(left_out: list[int]) -> dict[str, Mapping[str, Any]]:
+def chosen(left_out: list[int]) -> dict[str, dict[str, Any]]:
     """The cells that are ticked. Raises ValueError without float32 or without another one."""
     cells = {name: cell for i, (name, cell) in enumerate(CELLS.items()) if i not in left_out}
     if "float32" not in cells or len(cells) < 2:

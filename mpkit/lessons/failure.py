@@ -1,7 +1,5 @@
 """Lessons 00 and 03: a network that float16 does not train without a loss scale, recorded over five seeds."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -49,23 +47,23 @@ def moment_at(step: int) -> dict[str, np.ndarray]:
     return {"counts": counts, "zero": np.clip((zero - black) / (1 - black), 0, 1).round(4), "overflow": overflow}
 
 
-def outcome(way: str) -> tuple[np.ndarray, np.ndarray]:
-    """(percent of the test digits right, last loss) of a way to train, a number for each seed."""
-    runs = [run for run in recorded()["runs"] if run["way"] == way]
-    return np.array([run["accuracy"] for run in runs]), np.array([run["losses"][-1] for run in runs])
+@cache
+def trainings() -> dict[str, list[dict[str, Any]]]:
+    """The runs of each way to train, one for each seed: `accuracy` in percent, `losses`."""
+    every = recorded()["runs"]
+    return {way: [run for run in every if run["way"] == way] for way in dict.fromkeys(run["way"] for run in every)}
 
 
 def table() -> list[dict[str, str]]:
     """Every way to train in a line, seed by seed."""
-    rows = []
-    for way in dict.fromkeys(run["way"] for run in recorded()["runs"]):
-        right, loss = outcome(way)
-        told = {
-            "test digits right, %": "  ".join(f"{r:.0f}" for r in right),
-            "last loss, nats": "  ".join(f"{v:.2f}" for v in loss),
+    return [
+        {
+            "trained in": way,
+            "test digits right, %": "  ".join(f"{run['accuracy']:.0f}" for run in runs),
+            "last loss, nats": "  ".join(f"{run['losses'][-1]:.2f}" for run in runs),
         }
-        rows.append({"trained in": way, **told})
-    return rows
+        for way, runs in trainings().items()
+    ]
 
 
 # ---- pictures
@@ -116,21 +114,18 @@ def failing(see: Sheet, shown="float32") -> None:
 
     Numbers: `right`, by way, percent of the test digits.
     """
-    ways = {"float32": 1, "float16, no scale": 2, "all": 4}[shown]
+    ways = dict([*trainings().items()][: {"float32": 1, "float16, no scale": 2, "all": 4}[shown]])
+    found = {way: np.array([run["accuracy"] for run in runs]) for way, runs in ways.items()}
     see.grid(360, 900, cols=(1.5, 1))
-    every = recorded()["every"]
     loss = see.panel(title="loss, five seeds", x=linear("step", 0, 1200, 4), y=linear("loss, nats", 0, 2.5, 5))
-    order = list(dict.fromkeys(run["way"] for run in recorded()["runs"]))[:ways]
-    right = see.panel(0, 1, title="test digits right", x=linear("%", 0, 100, 5), y=names(order, down=True),
-                      pad=[28, 14, 44, 120])  # fmt: skip
-    found = {way: outcome(way)[0] for way in order}
-    for i, (way, look) in enumerate(zip(order, LINES)):
-        for number, run in enumerate(r for r in recorded()["runs"] if r["way"] == way):
-            steps = every * (0.5 + np.arange(len(run["losses"])))
-            named = {"label": way} if number == 0 else {}
-            loss.line(np.clip(run["losses"], 0, 2.5), steps, width=1.3, **named, **look)
-        beside = i + 0.08 * (np.arange(len(found[way])) - 2)  # a row of their own each: they would be one blob
+    y = names([*ways], down=True)
+    right = see.panel(0, 1, title="test digits right", x=linear("%", 0, 100, 5), y=y, pad=[28, 14, 44, 120])
+    for i, ((way, runs), look) in enumerate(zip(ways.items(), LINES)):
+        for number, run in enumerate(runs):
+            steps = recorded()["every"] * (0.5 + np.arange(len(run["losses"])))
+            loss.line(np.clip(run["losses"], 0, 2.5), steps, width=1.3, label=None if number else way, **look)
+        beside = i + 0.08 * (np.arange(len(runs)) - 2)  # a row of their own each: they would be one blob
         right.points(beside, found[way], look["color"], size=4.5)
     told = "; ".join(f"{way} {values.min():.0f} to {values.max():.0f} %" for way, values in found.items())
     see.say(f"Six layers of sigmoids, 1,200 steps, five seeds. Test digits right: {told}.", right=found)
-    see.rows = table()[:ways]
+    see.rows = table()[: len(ways)]

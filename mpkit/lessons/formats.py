@@ -1,7 +1,5 @@
 """Lesson 01: a number and its bits, its neighbours, its fate in every format, and the gaps between numbers."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
@@ -75,17 +73,13 @@ def everywhere(number: float) -> list[dict[str, Any]]:
     """The same number in every format, a row each."""
     rows = []
     for fmt in map(get_format, NAMES):
-        told = ["no NaN", "", "", ""]
+        row = {"format": fmt.name, "value": "no NaN", "pattern, hex": "", "kind": "", "relative error": ""}
         if fmt.has_nan or not math.isnan(number):
             pattern = store(number, fmt)
             off = abs((value := value_of(pattern, fmt)) - number) / (abs(number) or 1)
-            told = [
-                f"{value:.9g}",
-                f"{pattern:0{-(-fmt.bits // 4)}x}",
-                fmt.fields(pattern).kind,
-                f"{off:.2g}" if off < math.inf else "",
-            ]
-        rows.append(dict(zip(("format", "value", "pattern, hex", "kind", "relative error"), (fmt.name, *told))))
+            row |= {"value": f"{value:.9g}", "pattern, hex": f"{pattern:0{-(-fmt.bits // 4)}x}"}
+            row |= {"kind": fmt.fields(pattern).kind, "relative error": f"{off:.2g}" if off < math.inf else ""}
+        rows.append(row)
     return rows
 
 

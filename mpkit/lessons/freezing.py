@@ -1,14 +1,11 @@
 """*Freeze and centralize*: which stages freezing trains, and which BatchNorms go."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit import networks
@@ -84,12 +81,12 @@ def blocks_reached(index: int) -> list[str]:
             module.register_forward_hook(lambda _m, _x, output, name=name: listen(name, output))
     images, labels = digits("train", size=8)
     with optimizer.frozen(index):
-        F.cross_entropy(net(images[:16]), labels[:16]).backward()
+        nn.functional.cross_entropy(net(images[:16]), labels[:16]).backward()
     return sorted(reached)
 
 
 # ---- which BatchNorms go
-NETWORKS: Mapping[str, Callable[[], nn.Module]] = {
+NETWORKS: dict[str, Any] = {
     "ResNet-18": lambda: networks.resnet18(width=4),
     "ResNet-34": lambda: networks.resnet34(width=4),
     "ResNet-50": lambda: networks.resnet50(width=4),

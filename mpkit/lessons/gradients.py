@@ -1,7 +1,5 @@
 """Lesson 03: real gradients against the range of a format, with and without a static loss scale."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from itertools import accumulate
@@ -9,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpkit.data import digits
 from mpkit.formats import FloatFormat, get_format
@@ -49,7 +46,7 @@ def gradients_of_digits() -> dict[tuple[int, str], np.ndarray]:
             found |= {(step, kind): v for kind, v in zip(KINDS, _gradients(network, images[:64], labels[:64]))}
         batch = torch.randint(len(images), (64,), generator=draw)
         optimizer.zero_grad()
-        F.cross_entropy(network(images[batch]), labels[batch]).backward()
+        nn.functional.cross_entropy(network(images[batch]), labels[batch]).backward()
         optimizer.step()
     return found
 
@@ -60,7 +57,7 @@ def _gradients(network: Network, images: Tensor, labels: Tensor) -> list[np.ndar
         accumulate(network.dense_relu_sequential, lambda x, layer: layer(x), initial=network.flatten(images))
     )
     parameters = list(network.parameters())
-    found = torch.autograd.grad(F.cross_entropy(between[-1], labels), [*between[1:], *parameters])
+    found = torch.autograd.grad(nn.functional.cross_entropy(between[-1], labels), [*between[1:], *parameters])
     parts = found[: -len(parameters)], found[-len(parameters) :]
     every = (torch.cat([g.flatten() for g in part]).abs().float().double() for part in parts)
     return [values[values > 0].numpy() for values in every]

@@ -1,7 +1,5 @@
 """*Group loss scale*: one loss scale for a deep network, or one for each of its groups of layers."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
@@ -71,10 +69,13 @@ def gradient_trace(depth: int) -> GradientTrace:
 
 
 class ScaleRun(NamedTuple):
-    """Scales over a run: (steps, groups) float64 used in each step, and whether an overflow began in the group."""
+    """A run, each (steps, groups): the scales used (float64), whether an overflow began in the group, and the share of
+    its gradient values that are not zero at its scale.
+    """
 
     scales: np.ndarray
     overflows: np.ndarray
+    survive: np.ndarray
 
 
 @lru_cache(maxsize=64)
@@ -84,7 +85,7 @@ def replayed(depth: int, way: str, fmt_name: str, init_exponent: int, window: in
     A group overflows when its largest gradient times its scale leaves the format. With one scale the largest of all
     groups decides.
     """
-    largest, fmt = gradient_trace(depth).largest, FORMATS[fmt_name]
+    (largest, batch), fmt = gradient_trace(depth), FORMATS[fmt_name]
     if way == "one scale":
         largest = largest.max(axis=1, keepdims=True)
     tops = [nn.Parameter(torch.zeros(())) for _ in largest[0]]
@@ -97,20 +98,13 @@ def replayed(depth: int, way: str, fmt_name: str, init_exponent: int, window: in
         for p, top in zip(tops, round_to(row * manager.scales, fmt)):
             p.grad = top
         overflows.append(manager.unscale_and_update_().tolist())
-    shape = (len(largest), GROUPS)
-    return ScaleRun(np.broadcast_to(scales, shape), np.broadcast_to(overflows, shape))
-
-
-@lru_cache(maxsize=64)
-def surviving_at(depth: int, way: str, fmt_name: str, init_exponent: int, window: int) -> np.ndarray:
-    """(steps, groups) share of each step's gradient values that are not zero at its scales."""
-    scales = torch.from_numpy(replayed(depth, way, fmt_name, init_exponent, window).scales.copy()).float()
-    shares = torch.empty(scales.shape)
-    for batch, groups in enumerate(gradient_trace(depth).values):
+    used, began = (np.broadcast_to(rows, (STEPS, GROUPS)) for rows in (scales, overflows))
+    survive = np.empty((STEPS, GROUPS))
+    for first, groups in enumerate(batch):
         for i, values in enumerate(groups):
-            kept = round_to(values * scales[batch::DISTINCT, i, None], FORMATS[fmt_name]) != 0
-            shares[batch::DISTINCT, i] = kept.float().mean(1)
-    return shares.double().numpy()
+            at = torch.from_numpy(used[first::DISTINCT, i].copy()).float()
+            survive[first::DISTINCT, i] = (round_to(values * at[:, None], fmt) != 0).float().mean(1)
+    return ScaleRun(used, began, survive)
 
 
 # ---- one scale against four
@@ -124,11 +118,9 @@ def surviving_at(depth: int, way: str, fmt_name: str, init_exponent: int, window
 def group_scale(see: Sheet, fmt="E5M2", depth=3, start=12, window=4, step=STEPS - 1) -> None:
     """One scale against four on recorded gradients, step by step.
 
-    Numbers by way, "one" and "own": `scales_`, `survive_` (steps, groups), `skipped_` (steps,) so far; `largest`.
+    Numbers by way, "one" and "own": `survive_` (steps, groups), `skipped_` (steps,) so far.
     """
-    runs = [replayed(depth, way, fmt, start, window) for way in WAYS]
-    survive = [surviving_at(depth, way, fmt, start, window) for way in WAYS]
-    one, own = runs
+    one, own = runs = [replayed(depth, way, fmt, start, window) for way in WAYS]
     see.grid(410, 960, cols=(1.5, 1))
     see.play("step", "step", STEPS, every=100)
     high = float(np.ceil(np.log2(max(one.scales.max(), own.scales.max())))) + 2
@@ -144,20 +136,17 @@ def group_scale(see: Sheet, fmt="E5M2", depth=3, start=12, window=4, step=STEPS 
     left.handle("x", "step", step, 0, STEPS - 1, "step")
     y = names([f"group {i + 1}" for i in range(GROUPS)], down=True)
     right = see.panel(0, 1, title="not rounded to zero", x=linear("values that survive, %", 0, 100, 5), y=y)
-    for way, shares, shift, role, hatch in zip(WAYS, survive, (-0.2, 0.2), ("reference", "own"), (True, None)):
+    for way, run, shift, role, hatch in zip(WAYS, runs, (-0.2, 0.2), ("reference", "own"), (True, None)):
         look = {"axis": "y", "width": 0.36, "fill": f"{role}/0.5", "edge": role, "hatch": hatch}
-        right.bars(100 * shares, np.arange(GROUPS) + shift, label=way, **look)
+        right.bars(100 * run.survive, np.arange(GROUPS) + shift, label=way, **look)
 
-    skipped = [np.cumsum(run.overflows.any(axis=1)) for run in runs]
-    largest = gradient_trace(depth).largest
+    powers = {f"s{i}": np.round(np.log2(scales), 1) for i, scales in enumerate((one.scales[:, 0], *own.scales.T))}
     see.say(
-        f"{fmt}, {counted(depth, 'layer')} per group, step {{at}}: the one scale is {{s:2^}}, the scales per group are "
+        f"{fmt}, {counted(depth, 'layer')} per group, step {{at}}: the one scale is {{s0:2^}}, those of the groups "
         "{s1:2^}, {s2:2^}, {s3:2^}, {s4:2^}. Gradient values of group 1 that are not rounded to zero: {kept_one} % "
         "with one scale and {kept_own} % with four. Steps skipped: {skipped_one} with one scale and {skipped_own} with "
         "four.",
-        at=np.arange(STEPS), s=np.round(np.log2(one.scales[:, 0]), 1),
-        **{f"s{i + 1}": np.round(np.log2(own.scales[:, i]), 1) for i in range(GROUPS)},
-        kept_one=tenths(survive[0][:, 0]), kept_own=tenths(survive[1][:, 0]),
-        skipped_one=skipped[0], skipped_own=skipped[1], survive_one=survive[0], survive_own=survive[1],
-        scales_one=one.scales, scales_own=own.scales, largest=largest,
+        at=np.arange(STEPS), kept_one=tenths(one.survive[:, 0]), kept_own=tenths(own.survive[:, 0]),
+        skipped_one=one.overflows.any(axis=1).cumsum(), skipped_own=own.overflows.any(axis=1).cumsum(),
+        survive_one=one.survive, survive_own=own.survive, **powers,
     )  # fmt: skip

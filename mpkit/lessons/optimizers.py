@@ -1,14 +1,11 @@
 """*The optimizer*: Adam with a narrow state."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit.data import digits
@@ -88,7 +85,7 @@ def train_with_state(fmt: FloatFormat, eps: float, steps: int = 120) -> dict[str
     optimizer.param_groups[0]["eps"] = stored = float(round_to(torch.tensor(eps), fmt))
     images, labels = digits("train", size=8)
     for pick in (torch.arange(64 * step, 64 * step + 64) % len(images) for step in range(steps)):
-        loss = F.cross_entropy(network(images[pick]), labels[pick])
+        loss = nn.functional.cross_entropy(network(images[pick]), labels[pick])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

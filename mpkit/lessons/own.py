@@ -1,7 +1,5 @@
 """A picture of what a student's own function gives, for labs: some lines, and what they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The lessons on eight and four bits: a scale over a recorded run, blocks with an outlier, trainings under recipes."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -21,8 +19,7 @@ from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, view
 from mpkit.view.sheet import GLYPHS, exponents, fitted, linear, log2, names
 
-OVER = 1 + 2.0**-22
-"""A largest value above what the scale holds by less than this is only the rounding of the scale."""
+OVER = 1 + 2.0**-22  # above what the scale holds by less than this is only the rounding of the scale
 
 # ---- *A scale for every tensor*: the scale of a tensor over a recorded run
 LAYERS = ("h.0.attn.c_attn", "h.1.mlp.2")
@@ -163,26 +160,22 @@ def load_recipes() -> dict[str, Any]:
         return {"names": z["names"].tolist(), "meta": json.loads(str(z["meta"]))} | {k: z[k] for k in ("losses", "end")}
 
 
-@view(recipe=RECIPES, step=Range(10, 150, 10))
-def trained(see: Sheet, recipe="mxfp4", step=50) -> None:
+@view(recipe=RECIPES)
+def trained(see: Sheet, recipe="mxfp4") -> None:
     """Recorded trainings under a recipe beside float32, every seed shown, and what its casts lose.
 
-    Numbers: `own plain` (seeds, points) losses; `gap gap_now` (seeds,), the loss after the training and at `step` minus
-    float32's; `spread spread_now`, how far the seeds of float32 lie apart there; `shares`, operand -> (clipped,
-    flushed).
+    Numbers: `own plain` (seeds, points) losses; `gap` (seeds,), the loss after the training minus float32's; `spread`,
+    how far the seeds of float32 lie apart there; `shares`, operand -> (clipped, flushed).
     """
     data = load_recipes()
     i, every = data["names"].index(recipe), data["meta"]["every"]
     own, plain = data["losses"][i], data["losses"][0]
-    at = step // every - 1  # the last point that was recorded up to this step
-    there, now = (at + 1) * every, own[:, at].astype(float) - plain[:, at]
-    gap = data["end"][i].astype(float) - data["end"][0]
+    gap, spread = data["end"][i].astype(float) - data["end"][0], float(np.ptp(data["end"][0]))
     high = "wgrad" if recipe.endswith("weight gradient high") else ""  # recorded as if its cast had lost nothing
     shares = {name: s for name, s in data["meta"]["shares"][recipe].items() if name.partition(".")[0] != high}
 
     see.grid(380, 900, cols=(1.7, 1))
-    steps = every * (1 + np.arange(own.shape[1]))
-    both = np.concatenate([own, plain])
+    steps, both = every * (1 + np.arange(own.shape[1])), np.concatenate([own, plain])
     ends = math.floor(float(both.min()) * 4) / 4, math.ceil(float(both.max()) * 4) / 4
     x, y = linear("step", 0, int(steps[-1])), linear("loss, nats", *ends)
     panel = see.panel(title="training loss, one line and one sign for each seed", x=x, y=y)
@@ -190,7 +183,6 @@ def trained(see: Sheet, recipe="mxfp4", step=50) -> None:
         look: dict[str, Any] = {"glyph": glyph, "size": 3}
         panel.line(plain[seed], steps, "reference", width=1.4, dash="--", label=None if seed else "float32", **look)
         panel.line(own[seed], steps, "own", width=1.6, label=None if seed else recipe, **look)
-    panel.handle("x", "step", there, 10, 150, "step", step=10)
     lost = [100 * flushed for _, flushed in shares.values()]
     x = linear("share of the values, %", 0, max(20, *lost), 4)
     side = see.panel(0, 1, title="flushed to zero", x=x, y=names(list(shares), down=True, bare=False))
@@ -198,14 +190,11 @@ def trained(see: Sheet, recipe="mxfp4", step=50) -> None:
 
     most = max(shares, key=lambda name: shares[name][1])
     see.say(
-        f"{recipe}: its loss differs from that of float32 with the same seed, after the training by {gap.min():+.3f} "
-        f"to {gap.max():+.3f} (mean of four batches), and in step {there} by {now.min():+.3f} to {now.max():+.3f}, on "
-        f"average by {now.mean():+.3f} (the batch of that step). The seeds of float32 themselves differ by "
-        f"{{spread:.3f}} after the training, and by {{spread_now:.3f}} in step {there}. The most zeros: {most}, "
-        f"{percent(shares[most][1])}.",
-        own=own, plain=plain, gap=gap, gap_now=now, spread=float(np.ptp(data["end"][0])),
-        spread_now=float(np.ptp(plain[:, at])), shares=shares,
+        f"{recipe}: after the training its loss differs from that of float32 with the same seed by {gap.min():+.3f} "
+        f"to {gap.max():+.3f} (mean of four batches), on average by {gap.mean():+.3f}. The seeds of float32 themselves "
+        f"differ by {spread:.3f}. The most zeros: {most}, {percent(shares[most][1])}.",
+        own=own, plain=plain, gap=gap, spread=spread, shares=shares,
     )  # fmt: skip
     told = {name: [percent(share, 2) for share in both] for name, both in shares.items()}
-    every = ((name, told.get(name, ["not cast"] * 2)) for name in data["meta"]["shares"][recipe])
-    see.rows = [{"operand": name, "clipped": clipped, "flushed": flushed} for name, (clipped, flushed) in every]
+    cast = ((name, told.get(name, ["not cast"] * 2)) for name in data["meta"]["shares"][recipe])
+    see.rows = [{"operand": name, "clipped": clipped, "flushed": flushed} for name, (clipped, flushed) in cast]

@@ -1,7 +1,5 @@
 """Lesson 02: where each mode sends a number, the staircase, and four ways to add tiny updates."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from itertools import accumulate
@@ -18,7 +16,7 @@ from mpkit.rounding import MODES, round_to
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
 from mpkit.view.answers import read_number
 from mpkit.view.parts import prediction
-from mpkit.view.sheet import linear, names
+from mpkit.view.sheet import Panel, linear, names
 from mpkit.view.words import counted
 
 NARROW = ["fp16", "bf16", "e5m2", "e4m3fn", "e3m2", "e2m3", "e2m1"]
@@ -38,7 +36,6 @@ def kahan_add(total: Tensor, lost: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return new, (new - total) - corrected
 
 
-SCHEMES = ("nearest", "master", "kahan", "stochastic")
 STEPS = 2000
 
 
@@ -49,7 +46,7 @@ def added(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> di
     "nearest" and "kahan" are torch's own 16-bit arithmetic, "stochastic" is emulated; "master" keeps weight and update
     in float32 and rounds only the copy that a network would compute with. The update is rounded first elsewhere too.
 
-    Returns:  (steps + 1,) float64 weights for each of `SCHEMES` and "exact".
+    Returns:  (steps + 1,) float64 weights for each scheme and "exact".
     """
     fmt, generator = get_format(fmt_name), torch.Generator().manual_seed(seed)
     small = torch.tensor(update).to(fmt.torch_dtype)
@@ -59,9 +56,7 @@ def added(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> di
         return round_to(weight + x.float(), fmt, "stochastic", generator=generator)
 
     master = np.cumsum(np.array([1.0] + [update] * steps, dtype=np.float32), dtype=np.float32)
-    kahan = [(one, torch.zeros_like(small))]
-    for x in every:
-        kahan.append(kahan_add(*kahan[-1], x))
+    kahan = accumulate(every, lambda held, x: kahan_add(held[0], held[1], x), initial=(one, torch.zeros_like(small)))
     return {
         "nearest": np.array([w.item() for w in accumulate(every, torch.add, initial=one)]),
         "master": round_to(torch.from_numpy(master), fmt).double().numpy(),
@@ -69,11 +64,6 @@ def added(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> di
         "stochastic": np.array([w.item() for w in accumulate(every, by_chance, initial=one.float())]),
         "exact": 1.0 + update * np.arange(steps + 1),
     }
-
-
-def running_sum(values: Tensor) -> Tensor:
-    """Sum one by one, each total rounded to the dtype of the values; (N,) -> (N,) totals of the same dtype."""
-    return torch.stack([*accumulate(values, torch.add)])
 
 
 # ---- where each mode sends a number
@@ -97,21 +87,20 @@ def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> No
     x, (left, right) = sign * (near + offset * gap), sorted((sign * near, sign * (near + gap)))
     wide = torch.tensor([x, left, right], dtype=torch.float64)
     results = {mode: float(round_to(wide[0], form, mode)) for mode in EXACT}
-    reached = [float(v) for v in round_to(wide[1:], form)]  # beyond the largest number what the format has in its place
+    reached = round_to(wide[1:], form).tolist()  # beyond the largest number what the format has in its place
     chance = (x - left) / gap if reached[0] != reached[1] else float(negative)
     odds = {v: p for v, p in zip(reached, (1 - chance, chance)) if p}
-    _rows(see, form, (x, left, right), results, odds, negative)
+    panel = _rows(see, form, (x, left, right), results, odds, negative)
     grip: dict[str, Any] = {"cross": -0.75, "step": 1 / 32, "note": f"{x:.7g}"}
     grip |= {"base": 1, "slope": -1} if negative else {}
-    see.panels[0].handle("x", "offset", offset, 0, 1, "distance above the lower neighbour, ulp", **grip)
+    panel.handle("x", "offset", offset, 0, 1, "distance above the lower neighbour, ulp", **grip)
     see.buttons["Halfway"] = {"offset": 0.5}
-    ends = " and ".join(f"{v:.8g} ({_parity(v, form)})" for v in (left, right))
     told: dict[str, str] = {mode: f"{v:.8g}" for mode, v in results.items()}
     told["stochastic"] = " or ".join(f"{v:.8g} ({percent(p, 1)})" for v, p in odds.items())
-    see.say(
-        f"{x:.8g}, between {ends} in {fmt}: {', '.join(f'{mode} {result}' for mode, result in told.items())}.",
-        x=x, left=left, right=right, results=results, chance=chance,
-    )  # fmt: skip
+    ends = " and ".join(f"{v:.8g} ({_parity(v, form)})" for v in (left, right))
+    every = ", ".join(f"{mode} {result}" for mode, result in told.items())
+    numbers = {"x": x, "left": left, "right": right, "results": results, "chance": chance}
+    see.say(f"{x:.8g}, between {ends} in {fmt}: {every}.", **numbers)
     see.rows = [{"mode": mode, "result": result} for mode, result in told.items()]
 
 
@@ -120,7 +109,7 @@ def _parity(value: float, fmt: FloatFormat) -> str:
     return "too large" if abs(value) > fmt.max else "odd" if store(value, fmt) & 1 else "even"
 
 
-def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[float, float], minus: bool) -> None:
+def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[float, float], minus: bool) -> Panel:
     """One row for each mode with an arrow to its result, the last one with the odds of stochastic rounding."""
     x, left, right = place
     see.grid(380)
@@ -130,24 +119,18 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[fl
     for edge, value in ((0, left), (1, right)):
         panel.rule("x", edge, "ink", width=1.6)
         panel.text(f"{value:.7g}\n{_parity(value, form)}", edge, -1.2, size=13, beside=8 if edge else -8)
-
-    def put(row: int, result: float, share: float) -> float:
-        """Mark where a result lies, inf and NaN beyond what is too large; its place."""
-        fits = math.isfinite(result)
+    at, last = (x - left) / (right - left), len(results)
+    panel.rule("x", at, "own", dash=":", width=1.4)
+    every = [(row, result, 0.5) for row, result in enumerate(results.values())]
+    for row, result, share in every + [(last, result, share) for result, share in odds.items()]:
+        fits = math.isfinite(result)  # inf and NaN lie beyond what is too large
         end = (result - left) / (right - left) if fits else -0.06 if minus else 1.06
-        beside = 14 if end > 0.5 else -14
         color, words = ("reference", "") if fits else ("overflow", f"{result:g} ")
         panel.points([row], [end], color, size=2 + 6 * math.sqrt(share))
-        panel.text(words + (percent(share, 1) if row == len(results) else ""), end, row, color=color, beside=beside)
-        return end
-
-    at = (x - left) / (right - left)
-    for row, result in enumerate(results.values()):
-        if (end := put(row, result, 0.5)) != at:
-            panel.arrow((at, row), (end, row), "reference" if math.isfinite(result) else "overflow", width=2.2)
-    for result, share in odds.items():
-        put(len(results), result, share)
-    panel.rule("x", at, "own", dash=":", width=1.4)
+        panel.text(words + percent(share, 1) * (row == last), end, row, color=color, beside=14 if end > 0.5 else -14)
+        if row != last and end != at:
+            panel.arrow((at, row), (end, row), color, width=2.2)
+    return panel
 
 
 # ---- the graph of rounding
@@ -161,8 +144,7 @@ def staircase(see: Sheet, fmt="e3m2", mode="nearest_even", span=2) -> None:
     form, limit = get_format(fmt), 2.0**span
     x = np.linspace(-limit, limit, 1025)
     y = round_to(torch.from_numpy(x), form, mode, overflow="saturate").numpy()
-    every = form.values().unique().double().numpy()
-    values = np.unique(every[np.abs(every) <= limit])  # 0 and -0 are one step
+    values = (every := form.values())[every.abs() <= limit].double().numpy()
     see.grid(380, 620)
     across = linear("x", -limit, limit, 4)
     up = linear("rounded x", -1.1 * limit, 1.1 * limit, 4) | {"ticks": across["ticks"]}
@@ -199,15 +181,14 @@ def updates(see: Sheet, fmt="fp16", update=1e-4, progress=100) -> None:
     see.grid(380)
     see.play("progress", "% of the run", 101, every=80)
     x, y = linear("updates", 0, STEPS, 8), linear("weight", 1 - 0.08 * end, 1 + 1.08 * top, 5)
-    panel = see.panel(
-        title=f"a weight of 1 gets 2,000 updates of {update:.3g}, kept in four ways", x=x, y=y, pad=[28, 28, 46, 66]
-    )
+    title = f"a weight of 1 gets 2,000 updates of {update:.3g}, kept in four ways"
+    panel = see.panel(title=title, x=x, y=y, pad=[28, 28, 46, 66])
     panel.line(paths["exact"], at, "reference", dash=":", width=1.6, label="exact")
     for scheme, (color, dash, glyph, size, label) in LOOKS.items():
         look = {"dash": dash, "glyph": glyph, "size": size, "every": 12}
         panel.line(paths[scheme], at, color, width=2.2, show="upto", label=label, **look)
     digits = max(4, math.ceil(-math.log10(update) - 1e-9))
-    told = ", ".join(f"{scheme} {{{scheme}:.{digits}f}}" for scheme in SCHEMES)
+    told = ", ".join(f"{scheme} {{{scheme}:.{digits}f}}" for scheme in LOOKS)
     see.say(
         f"{fmt}, {{done}} updates of {update:.3g}, {'below' if update < half else 'at or above'} half an ulp of 1 "
         f"({half:.3g}): {told}; exact {{exact:.{digits}f}}.",
@@ -222,7 +203,8 @@ EACH, FIRST, ENDS = 100, 6, (0.0, 4200.0)
 @lru_cache
 def ones() -> np.ndarray:
     """(41,) the float16 sum of 0, 100, ... 4000 ones, added one by one."""
-    return np.append(0.0, running_sum(torch.ones(4000, dtype=torch.float16)).float().numpy()[EACH - 1 :: EACH])
+    every = accumulate(torch.ones(4000, dtype=torch.float16), torch.add, initial=torch.zeros(()).half())
+    return np.array([total.item() for total in every])[::EACH]
 
 
 @view(typed="or type it: seven sums at equal distances from 600 to 4000 ones", drawn=Stroke(41, *ENDS))

@@ -1,8 +1,5 @@
 """*Schedules and groups*: learning-rate schedules side by side, and which weights weight decay reaches."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,43 +7,40 @@ import numpy as np
 import torch
 from torch import nn
 
+import mpkit.schedules as lr
 from mpkit.optimizers import SGD, Adam, AdamWeightDecay
-from mpkit.schedules import (
-    CosineDecayLR,
-    ExponentialDecayLR,
-    InverseDecayLR,
-    LearningRateSchedule,
-    NaturalExpDecayLR,
-    PolynomialDecayLR,
-    WarmUpLR,
-)
 from mpkit.view import Choice, Range, Sheet, view
 from mpkit.view.sheet import DIFFERENT, Panel, linear
 
 STEPS = 200
 
 
-def _curves(see: Sheet, panel: Panel, curves: Mapping[str, Sequence[float]], step: int) -> None:
-    """A line for each curve with its name at the end, a marker at the step that is played, and a handle there."""
+def _curves(see: Sheet, panel: Panel, curves: dict[str, np.ndarray], step: int) -> tuple[str, dict[str, Any]]:
+    """A line for each curve with its name at the end, a marker at the step that is played, and a handle there.
+
+    Returns:  words for the values at that step, and the columns that fill them.
+    """
     see.play("step", "step", (count := len(next(iter(curves.values())))), every=80)
     for k, ((name, seen), look) in enumerate(zip(curves.items(), DIFFERENT)):  # where some agree all are seen
         panel.line(seen, width=1.8, label=name, tag=True, **look | {"glyph": None})
         panel.points(seen, show="at", **look | {"dash": None, "fill": "none", "width": 1.8, "size": 3.5 + 2 * k})
     panel.rule("x", "index", "muted", dash=":")
     panel.handle("x", "step", step, 0, count - 1, "marked step")
+    told = ", ".join(f"{name} {{c{i}}}" for i, name in enumerate(curves))
+    return told, {"at": np.arange(count)} | {f"c{i}": seen for i, seen in enumerate(curves.values())}
 
 
 # ---- schedules
 def schedules_of(rate: float, factor: float, span: int, power: float, stair: bool, warmup: int) -> dict[str, Any]:
     """The five schedules with the same numbers, after a common warm-up, by a short name."""
-    found: dict[str, LearningRateSchedule] = {
-        "exponential": ExponentialDecayLR(rate, factor, span, stair),
-        "natural exp": NaturalExpDecayLR(rate, factor, span, stair),
-        "inverse": InverseDecayLR(rate, factor, span, stair),
-        "cosine": CosineDecayLR(0.0, rate, span),
-        "polynomial": PolynomialDecayLR(rate, 0.0, span, power),
+    found: dict[str, Any] = {
+        "exponential": lr.ExponentialDecayLR(rate, factor, span, stair),
+        "natural exp": lr.NaturalExpDecayLR(rate, factor, span, stair),
+        "inverse": lr.InverseDecayLR(rate, factor, span, stair),
+        "cosine": lr.CosineDecayLR(0.0, rate, span),
+        "polynomial": lr.PolynomialDecayLR(rate, 0.0, span, power),
     }
-    return {name: WarmUpLR(rate, warmup).then(s, at=warmup) if warmup else s for name, s in found.items()}
+    return {name: lr.WarmUpLR(rate, warmup).then(s, at=warmup) if warmup else s for name, s in found.items()}
 
 
 @view(
@@ -66,13 +60,11 @@ def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False,
     top = float(f"{min(max(rate, most), 4 * rate):.3g}")
     see.grid(380)
     x, y = linear("step", 0, STEPS - 1, 8), linear("learning rate", -0.02 * top, 1.05 * top, 5)
-    _curves(see, see.panel(title="the same numbers, five schedules", x=x, y=y), curves, step)
-    columns: dict[str, Any] = {f"c{i}": c for i, c in enumerate(curves.values())}
-    told = ", ".join(f"{name} {{c{i}}}" for i, name in enumerate(curves))
+    told, columns = _curves(see, see.panel(title="the same numbers, five schedules", x=x, y=y), curves, step)
     see.say(
         f"Learning rates at step {{at}}, with learning_rate {rate:.3g}, decay_rate {factor:.3g}, decay_steps {span} "
         f"and power {power:.3g}: {told}.",
-        at=np.arange(STEPS), **columns, curves=curves,
+        curves=curves, **columns,
     )  # fmt: skip
 
 
@@ -81,19 +73,10 @@ NAMES = ("fc.weight", "fc.bias", "bn.gamma", "bn.beta")
 PLACES = ("no groups", "in a group", "in a group with weight_decay 0", "left out of all groups")
 
 
-def _handed(place: str, name: str, weight: nn.Parameter) -> list[Any]:
-    """What the optimizer is given: the parameter with its name, alone or in a group, or a group that lacks it."""
-    if place == PLACES[0]:
-        return [(name, weight)]
-    if place == PLACES[3]:
-        return [{"params": [("another.weight", nn.Parameter(torch.ones(1)))]}]
-    return [{"params": [(name, weight)]} | ({"weight_decay": 0.0} if place == PLACES[2] else {})]
-
-
 @cache
 def decay_curves(
     size: float, rate: float = 0.01, amount: float = 0.1, name: str = NAMES[0], place: str = PLACES[0], steps: int = 200
-) -> dict[str, list[float]]:
+) -> dict[str, np.ndarray]:
     """A weight of 1 before each step and after the last, while its gradients alternate, -size and +size.
 
     Args:
@@ -104,14 +87,16 @@ def decay_curves(
     """
     curves = {}
     for kind in (SGD, Adam, AdamWeightDecay):
-        weight = nn.Parameter(torch.ones(1))
-        optimizer = kind(_handed(place, name, weight), rate, weight_decay=amount)
+        weight, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        own = [(name, weight)]
+        handed = own, [{"params": own}], [{"params": own, "weight_decay": 0.0}], [{"params": [("another", other)]}]
+        optimizer = kind(handed[PLACES.index(place)], rate, weight_decay=amount)
         seen = [1.0]
         for step in range(steps):
             weight.grad = torch.tensor([size if step % 2 else -size])
             optimizer.step()
             seen.append(weight.item())
-        curves[kind.__name__] = seen
+        curves[kind.__name__] = np.array(seen)
     return curves
 
 
@@ -130,24 +115,17 @@ def decay(see: Sheet, parameter=NAMES[0], place=PLACES[0], size=0.1, rate=0.01, 
     """
     curves = decay_curves(size, rate, amount, parameter, place, STEPS)
     probe = decay_curves(0.0, 0.1, 0.5, parameter, place, 1)["SGD"][-1]  # only decay can move it
-    reached = "weight decay reaches it" if amount else "its weight_decay is 0"
-    reach = reached if probe < 1 else "weight decay does not reach it"
-    if place == PLACES[3]:
-        reach = "it is not trained"
-    elif not rate:
-        reach = "a learning rate of 0 moves nothing"
+    reach = "weight decay reaches it" if probe < 1 else "weight decay does not reach it"
+    reach = "it is not trained" if place == PLACES[3] else reach
     see.grid(380)
     x, y = linear("step", 0, STEPS, 8), linear("weight", -0.2, 1.4, 8)
-    room = [28, 150, 42, 60]  # for the name AdamWeightDecay
-    panel = see.panel(title=f"{parameter}, {place}: {reach}", x=x, y=y, pad=room)
+    panel = see.panel(title=f"{parameter}, {place}: {reach}", x=x, y=y)
     alone = (1 - rate * amount) ** np.arange(STEPS + 1)
     panel.line(alone, color="reference", dash=":", width=5, label="× (1 − rate × decay) each step")
-    _curves(see, panel, curves, step)
-    columns: dict[str, Any] = {f"c{i}": np.array(c) for i, c in enumerate(curves.values())}
+    told, columns = _curves(see, panel, curves, step)
     elsewhere = " outside of this group" if place == PLACES[2] else ""
     see.say(
         f"{parameter}, {place}: {reach}. The learning rate is {rate:.3g}, weight_decay is {amount:.3g}{elsewhere}, and "
-        f"the gradients are -{size:.3g} and +{size:.3g} in turn. After {{at}} steps a weight of 1 becomes {{c0}} in "
-        "SGD, {c1} in Adam, {c2} in AdamWeightDecay.",
-        at=np.arange(STEPS + 1), curves=curves, reached=probe < 1, **columns,
+        f"the gradients are -{size:.3g} and +{size:.3g} in turn. A weight of 1 after {{at}} steps: {told}.",
+        curves=curves, reached=probe < 1, **columns,
     )  # fmt: skip

@@ -1,7 +1,5 @@
 """Lessons 00 and 04: a training on the digits that is steered while it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,11 +76,8 @@ def live(
     if hand:
         see.buttons |= {"Scale × 2^10": {"kicks": kicks + 10}, "Scale / 2^10": {"kicks": kicks - 10}}
     see.idle = {"hand"} if hand else {"hand", "floor"}
-    runs: list[tuple[str, Run, str, str | None]] = [("run before", before, "reference", "--")] if before else []
-    if run:
-        runs.append(("this run", run, "own", None))
-    if not runs:
-        runs.append(("recorded, with momentum", recorded_run(WIDE), "reference", "--"))
+    shown = ("run before", before, "reference", "--"), ("this run", run, "own", None)
+    runs = [row for row in shown if row[1]] or [("recorded, with momentum", recorded_run(WIDE), "reference", "--")]
     last = max(WIDE, len(run.losses) if run else 0)
     _, panel = loss_and_scale(see, runs, last - WIDE, last, also=(start, floor) if hand else (start,))
     if last == WIDE:
@@ -92,12 +87,9 @@ def live(
 
     low = f", floor 2^{floor}" if hand else ""
     settings = f"Set to {level} in {computed(level, dtype)}, start 2^{start}, factor {factor}, window {window}{low}."
-    told_runs = f" {told(run)}." if run else " Press Train; what you move then acts on the running training."
-    if run and before:
-        told_runs += f" Before: {told(before)}."
-    elif not run and not before:
-        told_runs += " Grey: another training of this network, recorded with momentum and window 50."
-    see.say(settings + told_runs, run=run, before=before)
+    now = f"{told(run)}." if run else "Press Train; what you move then acts on the running training."
+    grey = "" if run else " Grey: another training of this network, recorded with momentum and window 50."
+    see.say(f"{settings} {now}{f' Before: {told(before)}.' if before else grey}", run=run, before=before)
 
 
 def computed(level: str, dtype: str) -> str:
@@ -108,7 +100,7 @@ def computed(level: str, dtype: str) -> str:
 def told(run: Run) -> str:
     """A run in words."""
     right = "" if run.accuracy is None else f", {percent(run.accuracy)} of the test digits right"
+    many = f"{run.level} in {computed(run.level, run.dtype)}, {counted(len(run.losses), 'step')}"
     return (
-        f"{run.level} in {computed(run.level, run.dtype)}, {counted(len(run.losses), 'step')}: loss "
-        f"{run.losses[-1]:.2f}{right}, {len(run.skipped)} skipped, last scale {exponent(run.scales[-1])}"
+        f"{many}: loss {run.losses[-1]:.2f}{right}, {len(run.skipped)} skipped, last scale {exponent(run.scales[-1])}"
     )

@@ -1,15 +1,11 @@
 """Lesson 05: one training step phase by phase, and the order of clipping, unscaling and accumulation."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision
@@ -44,7 +40,7 @@ class Walk(NamedTuple):
     lost: int
 
 
-def _phase(name: str, seen: str, tensors: Sequence[Tensor]) -> Phase:
+def _phase(name: str, seen: str, tensors: list[Tensor]) -> Phase:
     every, dtype = torch.cat([t.detach().float().flatten() for t in tensors]), dtype_name(tensors[0].dtype)
     largest = float(every.abs().max())  # NaN wins
     bad = int((~every.isfinite()).sum())
@@ -67,7 +63,7 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> Walk:
     scaler, inside = DynamicLossScaler(2.0**exponent, 2, 50), list[Tensor]()
     before = [p.detach().clone() for p in parameters]
     network[1].register_forward_hook(lambda *call: inside.append(call[2]))
-    loss = F.cross_entropy(network(images), labels)
+    loss = nn.functional.cross_entropy(network(images), labels)
     inside[0].retain_grad()
     scaler.scale(loss).backward()
     flowing, grads = [x.grad for x in inside if x.grad is not None], [p.grad for p in parameters if p.grad is not None]
@@ -129,25 +125,22 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
     panel.span("y", 16, HIGH - 2, "overflow/0.14", "too large for float16", dy=64)
     panel.span("y", LOW - 1, -25, "zero/0.14", "zero in float16")
     bad_at = [i for i, p in enumerate(walk.phases[:7]) if p.bad and not (i == 6 and walk.skipped)]
-    largest = [p.largest for p in walk.phases]
-    at = exponents(np.nan_to_num(largest, nan=math.inf), LOW, HIGH)
+    at = exponents(np.nan_to_num([p.largest for p in walk.phases], nan=math.inf), LOW, HIGH)
     at[7] = math.nan  # the scale is no value on its way: words tell it
     panel.line(at, color="reference", width=1.6, show="upto")
-    for dtype, glyph, role in (("float16", "o", "own"), ("float32", "s", "reference")):
-        here = [i for i, p in enumerate(walk.phases) if p.dtype == dtype and i not in bad_at]
-        told = [walk.phases[i].seen for i in here]
-        panel.points(at[here], here, role, glyph=glyph, size=6, since=here, show="upto", label=dtype, told=told)
-    if bad_at:
-        told = [walk.phases[i].seen for i in bad_at]
-        look: dict[str, Any] = {"glyph": "x", "size": 7, "width": 3, "since": bad_at, "show": "upto", "told": told}
-        panel.points(at[bad_at], bad_at, "overflow", label="inf or NaN", **look)
+    kinds = ["inf or NaN" if i in bad_at else p.dtype for i, p in enumerate(walk.phases)]
+    for kind, role, glyph in (("float16", "own", "o"), ("float32", "reference", "s"), ("inf or NaN", "overflow", "x")):
+        if here := [i for i in range(8) if kinds[i] == kind]:
+            look: dict[str, Any] = {"glyph": glyph, "size": 6, "width": 3 if role == "overflow" else 1, "label": kind}
+            told = [walk.phases[i].seen for i in here]
+            panel.points(at[here], here, role, since=here, show="upto", told=told, **look)
     for i, p in enumerate(walk.phases):
         words = "" if i in bad_at[1:] else f"{told_power(p.largest)}\nis the scale" if i == 7 else f"{p.largest:.3g}"
         words = f"{p.bad} of {p.many}\nnot finite" if i in bad_at[:1] and p.many > 1 else words
         only = (0, 5) if i == 0 and walk.lost else (i, 7)  # then they are other weights
         falls = 0 < i < 7 and at[i - 1] - at[i] > 6 and at[i] > LOW + 4  # the line comes down where words would stand
-        look = {"dy": 24 if i in bad_at else 18 if falls else -18, "color": "overflow" if i in bad_at else "ink"}
-        panel.text(words, i, at[i] if i < 7 else 4.0, halo=True, only=only, **look)
+        dy, color = (24, "overflow") if i in bad_at else (18 if falls else -18, "ink")
+        panel.text(words, i, at[i] if i < 7 else 4.0, halo=True, only=only, dy=dy, color=color)
     _gate(panel, walk)
     roles = np.array([i in bad_at for i in range(8)], np.uint8)
     panel.points(at, color=["own", "overflow"], hue=roles, show="at", size=9, glide=True, fill="none", width=3)
@@ -164,16 +157,14 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
 
 def _gate(panel: Panel, walk: Walk) -> None:
     """Before the update: a bar that is open, shut, or comes too late; then the weights of the first phase are lost."""
-    shut = walk.skipped or walk.lost
     words = "shut: the weights\nstay as they were" if walk.skipped else "open: the weights\nmove"
-    panel.rule("x", 5.5, "muted", dash=":")
+    words = f"too late: {walk.lost} weights\nare not finite" if walk.lost else words
+    role = "overflow" if walk.skipped or walk.lost else "normal"
     if walk.lost:
-        words = f"too late: {walk.lost} weights\nare not finite"
         panel.points([HIGH], [0], "overflow", glyph="x", size=7, width=3, only=(6, 7), quiet=True)
-    role = "overflow" if shut else "normal"
+    panel.rule("x", 5.5, "muted", dash=":")
     panel.rule("x", 5.5, role, width=5 if walk.skipped else 2, dash=None if walk.skipped else ":", only=(6, 7))
-    look: dict[str, Any] = {"color": role, "weight": "bold", "halo": True, "only": (6, 7)}
-    panel.text(words, 5.5, LOW + 8, beside=-10, **look)
+    panel.text(words, 5.5, LOW + 8, beside=-10, color=role, weight="bold", halo=True, only=(6, 7))
 
 
 # ---- what each order hands to the optimizer
@@ -187,7 +178,7 @@ def micro_gradients(parts: int) -> Tensor:
     rows = []
     for x, y in zip(images.tensor_split(parts), labels.tensor_split(parts)):
         network.zero_grad()
-        F.cross_entropy(network(x), y).backward()
+        nn.functional.cross_entropy(network(x), y).backward()
         rows.append(torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None]))
     return torch.stack(rows)
 
@@ -221,27 +212,27 @@ def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
 
     Numbers: `norms` (order -> 21 norms, one for each scale 2^0 to 2^20), `cosines` with the right one at this scale.
     """
-    micro, low, high = micro_gradients(parts), -28, 6
-    norms = {o: [float(handed_over(micro, 2.0**e, max_norm, o).norm()) for e in range(21)] for o in ORDERS}
+    micro = micro_gradients(parts)
     right = clipped(micro.mean(0), max_norm)
-    now = {o: handed_over(micro, 2.0**exponent, max_norm, o) for o in ORDERS}
-    cosines = {o: float(F.cosine_similarity(g, right, dim=0)) for o, g in now.items()}
+    handed = {o: torch.stack([handed_over(micro, 2.0**e, max_norm, o) for e in range(21)]) for o in ORDERS}
+    norms = {order: grads.norm(dim=1).tolist() for order, grads in handed.items()}
+    cosines = {o: float(nn.functional.cosine_similarity(g[exponent], right, dim=0)) for o, g in handed.items()}
     see.grid(380, least=560)
-    x, y = log2("loss scale", 0, 20, 4), log2("norm that the optimizer sees", low, high, 4)
+    x, y = log2("loss scale", 0, 20, 4), log2("norm that the optimizer sees", -28, 6, 4)
     panel = see.panel(title="what each order hands to the optimizer (its cosine)", x=x, y=y)
     asked = math.log2(max_norm)
     panel.rule("y", asked, "reference", dash=":")
     for (name, values), look, color in zip(norms.items(), DIFFERENT, ("normal", "overflow", "zero")):
         named = f"{name} ({cosines[name]:.2f})"
-        panel.line(exponents(values, low, high), label=named, tag=True, every=2, **look | {"color": color})
+        panel.line(exponents(values, -28, 6), label=named, tag=True, every=2, **look | {"color": color})
     panel.handle("x", "exponent", exponent, 0, 20, "loss scale, 2 to the")
     panel.handle("y", "max_norm", asked, -6, 2, "clip to the norm, 2 to the", log2=True, step=0.5, cross=19.4)
     panel.text("asked for", 19.4, asked, anchor="end", dy=-14, color="own", halo=True)
     seen = [f"{norms[o][exponent]:.3g}" for o in ORDERS]
     see.say(
-        f"The scale is 2^{exponent}, with {parts} micro-batch{'es' if parts > 1 else ''} and clipping to the norm "
-        f"{max_norm:.3g}. The optimizer gets a gradient of norm {seen[0]} in the right order, {seen[1]} when clipping "
-        f"comes first, and {seen[2]} when each micro-batch is unscaled. The last one has a cosine of "
-        f"{cosines[ORDERS[2]]:.2f} with the right one.",
+        f"Scale 2^{exponent}, micro-batches: {parts}, clipping to the norm {max_norm:.3g}. The optimizer gets a gradient of "
+        f"norm {seen[0]} in the right order, {seen[1]} when clipping comes first, and "
+        f"{seen[2]} when each micro-batch is unscaled. The last one has a cosine of {cosines[ORDERS[2]]:.2f} with the "
+        "right one.",
         norms=norms, cosines=cosines,
     )  # fmt: skip

@@ -1,7 +1,5 @@
 """*Scaler zoo*: the loss-scale rules of all frameworks on one sequence of overflows, and one rule that cannot work."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 from typing import Any
@@ -50,11 +48,6 @@ def situation_of(name: str, steps: int = STEPS) -> np.ndarray:
     }[name]
 
 
-def ending(raised_at: int, final: float) -> str:
-    """How a rule ends, in a word or two."""
-    return f"stops at step {raised_at}" if raised_at >= 0 else exponent(final)
-
-
 # ---- every framework
 @view(
     situation=Choice({name: words for name, (words, _) in SITUATIONS.items()}, "what happens"),
@@ -89,9 +82,10 @@ def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16, besi
         skipped=done.skipped, lowest=lowest, final=done.final, raised_at=done.raised_at,
     )  # fmt: skip
     see.rows = [
-        {"framework": name, "skipped": int(skips), "lowest": exponent(float(low)), "ends at": ending(int(at), end)}
+        {"framework": name, "skipped": int(skips), "lowest": exponent(float(low)),
+         "ends at": f"stops at step {at}" if at >= 0 else exponent(end)}
         for name, skips, low, at, end in zip(ZOO, done.skipped, lowest, done.raised_at, done.final)
-    ]
+    ]  # fmt: skip
 
 
 def _every_rule(see: Sheet, beside: str, scales: Any, bad: Any, ceiling: Any, done: Simulation) -> None:
@@ -151,30 +145,13 @@ def naive(see: Sheet, start=16, loss=2.3, decay=0.0, ceiling=18) -> None:
     """
     losses = loss * np.exp(-decay * np.arange(SPAN))
     scale = np.array([*accumulate(losses[:-1].tolist(), naive_loss_ratio, initial=2.0**start)])
-    torch = simulate(np.full(SPAN, 2.0**ceiling), preset("torch", init_scale=2.0**start, growth_interval=20)).sampled
-    _two_rules(see, scale, torch[:, 0], losses, start, ceiling)
-    ends = {"inf goes into the weights": scale > 2.0**ceiling, "it is below every number of float16": scale < 2.0**-24}
-    first = {what: int(when.argmax()) for what, when in ends.items() if when.any()}
-    fate = "it rests between the loss and twice the loss" if scale[-1] == scale[0] else "nothing has ended the training"
-    if first:
-        what = min(first, key=lambda name: first[name])
-        fate = f"from step {first[what]} on {what}"
-    see.say(
-        f"The naive rule starts at 2^{start}, with a loss of {loss:.4g} that falls by {100 * decay:.2g} % a step. At "
-        f"step {SPAN - 1} its scale is {exponent(float(scale[-1]))}: {fate}. The scale of torch's rule is "
-        f"{exponent(float(torch[-1, 0]))} then. The ceiling is 2^{ceiling}.",
-        scale=scale, torch=torch[:, 0], losses=losses,
-    )  # fmt: skip
-
-
-def _two_rules(see: Sheet, scale: Any, torch: Any, losses: Any, start: int, ceiling: int) -> None:
-    """Both scales and the loss under the ceiling of the gradients."""
+    rule = preset("torch", init_scale=2.0**start, growth_interval=20)
+    torch = simulate(np.full(SPAN, 2.0**ceiling), rule).sampled[:, 0]
     powers = np.log2(scale)  # a line cut off at the edge would look like rest
     low, high = min(-50, math.floor(powers.min()) - 2), max(50, math.ceil(powers.max()) + 2)
     see.grid(400, 900)
     y = log2("loss scale; loss", low, high, 10 if high - low < 120 else 25)
-    title = "two rules for the loss scale"
-    panel = see.panel(title=title, x=linear("step", 0, SPAN, 8), y=y)
+    panel = see.panel(title="two rules for the loss scale", x=linear("step", 0, SPAN, 8), y=y)
     panel.span("y", ceiling, high, "overflow/0.15", "gradients overflow")
     panel.span("y", low, -24, "zero/0.15")
     corner: dict[str, Any] = {"anchor": "start", "valign": "bottom", "dx": 6, "dy": -3}  # which no line comes near
@@ -185,9 +162,16 @@ def _two_rules(see: Sheet, scale: Any, torch: Any, losses: Any, start: int, ceil
         ("torch's rule", "zero", None, torch),
     ):
         panel.line(exponents(values, low, high), color=color, dash=dash, width=2.2, label=name, tag=True)
-    over = np.flatnonzero(scale > 2.0**ceiling)[:1]
-    panel.crosses(exponents(scale, low, high), over, "first inf in the weights", size=7)
+    over = np.flatnonzero(scale > 2.0**ceiling)
+    panel.crosses(exponents(scale, low, high), over[:1], "first inf in the weights", size=7)
     # apart from each other in both directions: each ring can be grabbed
     panel.handle("y", "start", start, -10, 20, "start, 2 to the", cross=0.015 * SPAN)
     panel.text("start", 0, start, color="own", beside=4, dy=20, halo=True)  # below the ring: both lines begin beside it
     panel.handle("y", "ceiling", ceiling, 4, 24, "ceiling of the gradients, 2 to the", cross=0.6 * SPAN, note="ceiling")
+    inf = f" From step {over[0]} on inf goes into the weights." if len(over) else ""
+    see.say(
+        f"The naive rule starts at 2^{start}, with a loss of {loss:.4g} that falls by {100 * decay:.2g} % a step. At "
+        f"step {SPAN - 1} its scale is {exponent(float(scale[-1]))}, and that of torch's rule "
+        f"{exponent(float(torch[-1]))}. The ceiling is 2^{ceiling}.{inf}",
+        scale=scale, torch=torch, losses=losses,
+    )  # fmt: skip

@@ -80,7 +80,9 @@ def test_what_the_lesson_says_of_stuck_and_freed_runs():
     share = ((moved @ components().T) ** 2).sum(0).cumsum() / (moved**2).sum()
     assert share[2] > 0.99
     assert share[1] == pytest.approx(0.998, abs=5e-4)
-    assert WORDS["predict"]["directions"]["right"] == "a"
+    assert (WORDS["predict"]["directions"]["right"], WORDS["predict"]["stuck"]["right"]) == ("a", "c")
+    assert lost["losses"][[5, 40]] == pytest.approx([1.83, 1.82], abs=0.005)
+    assert reduced_path(0).losses[[0, 40]] == pytest.approx([2.3, 0.56], abs=0.06)
 
 
 @pytest.mark.parametrize("k", [2, 5, 14])

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from mpkit.lessons.dim_reduce import draw_loss
 from mpkit.lessons.dynamic_scale import draw
 from mpkit.lessons.formats import gaps
 from mpkit.lessons.rounding import totals
 from mpkit.view.words import words
 
-VIEWS = {"dynamic_scale.draw": draw, "formats.gaps": gaps, "rounding.totals": totals, "dim_reduce.loss": draw_loss}
+VIEWS = {"dynamic_scale.draw": draw, "formats.gaps": gaps, "rounding.totals": totals}
 
 
 def shown(view):

@@ -9,9 +9,10 @@ from mpkit.lessons import failure
 def test_float16_without_a_scale_stays_at_chance_and_with_one_learns():
     """One in ten is chance, and ln 10 = 2.303 its loss. One of five seeds breaks loose, late."""
     ways = list(dict.fromkeys(run["way"] for run in failure.recorded()["runs"]))
-    right = {way: failure.outcome(way)[0] for way in ways}
+    right = {way: np.array([run["accuracy"] for run in failure.trainings()[way]]) for way in ways}
     assert all(len(values) == 5 for values in right.values())
-    alone, loss = right.pop("float16, no scale"), failure.outcome("float16, no scale")[1]
+    alone = right.pop("float16, no scale")
+    loss = np.array([run["losses"][-1] for run in failure.trainings()["float16, no scale"]])
     stuck = alone < 15
     assert stuck.sum() == 4
     assert abs(loss[stuck] - np.log(10)).max() < 0.001
