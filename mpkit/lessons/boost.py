@@ -10,7 +10,7 @@ import numpy as np
 from mpkit import networks
 from mpkit.boost import AutoBoost, GradientFreeze, LessBN
 from mpkit.boost.config import MODES
-from mpkit.boost.grad_freeze import full_steps, index_probabilities, stages_by_module
+from mpkit.boost.grad_freeze import full_steps
 from mpkit.data import data_dir
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Sheet, view
@@ -60,13 +60,13 @@ def strategy(boost: AutoBoost) -> tuple[float, int]:
     return (boost.hyper["freeze_p"], boost.hyper["freeze_type"]) if "grad_freeze" in boost.active else (1.0, 1)
 
 
-def odds(boost: AutoBoost) -> np.ndarray:
-    """Share of the steps at each freeze index, (10,)."""
+def full_share(boost: AutoBoost) -> float:
+    """Share of the steps in which nothing is frozen: type 0 has whole steps only, type 1 begins with a full one."""
     full, kind = strategy(boost)
-    if full < 1:  # type 0 has whole steps only, type 1 begins with a full one
-        count = full_steps(GROUPS, full)
-        full = max(full, 1 / boost.hyper["total_steps"]) if kind else count / (count + GROUPS - 1)
-    return np.append(full, (1 - full) * np.array(index_probabilities(GROUPS, kind)))
+    if kind:
+        return max(full, 1 / boost.hyper["total_steps"])
+    count = full_steps(GROUPS, full)
+    return count / (count + GROUPS - 1)
 
 
 def measured_as(boost: AutoBoost) -> tuple[str, float]:
@@ -92,14 +92,10 @@ def first_steps(name: str) -> np.ndarray:
 
 
 @cache
-def stages() -> tuple[list[str], list[bool], int]:
-    """Name of each stage of a ResNet-18, whether LessBN removes its BatchNorm, and how many BatchNorms there were."""
-    net = networks.resnet18(width=4)
-    owner = {id(p): name.rpartition(".")[0] for name, p in net.named_parameters()}
-    modules = [list(dict.fromkeys(owner[id(p)] for p in stage)) for stage in stages_by_module(net)]
+def thinned() -> tuple[int, int]:
+    """How many BatchNorms of a ResNet-18 LessBN removes, of how many."""
     report = LessBN(networks.resnet18(width=4)).report
-    gone = [not report.removed.keys().isdisjoint(owned) for owned in modules]
-    return [owned[0] for owned in modules], gone, len(report.removed) + len(report.kept)
+    return len(report.removed), len(report.removed) + len(report.kept)
 
 
 # ---- a configuration beside one that was measured
@@ -113,19 +109,19 @@ def stages() -> tuple[list[str], list[bool], int]:
 def levels(see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False, compare="none") -> None:
     """A boost configuration of your own beside one that was measured, on the ResNet-18 of the benchmark.
 
-    Numbers: `active inactive removed odds speedup frozen` (share of the steps, per stage), `trained` (which measured
-    configuration it is), and `steps` (rows, 18, 4), what the first steps of `compare` and of that one spend on a part.
+    Numbers: `active inactive removed frozen` (share of the steps) `speedup`, `trained` (which measured configuration
+    it is), and `steps` (rows, 18, 4), what the first steps of `compare` and of that one spend on a part.
     """
     switches = {"less_bn": less_bn, "grad_freeze": grad_freeze}
     see.idle = set() if mode == "manual" else {*switches}
     this = AutoBoost(level, {"boost": {"mode": mode, **(switches if mode == "manual" else {})}})
     trained, step = measured_as(this)
     rows = sorted({compare, trained} - {""}, key=COMPARED.index)
-    steps, frozen = np.array([first_steps(name) for name in rows]), _frozen(this)
-    gone = stages()[1] if "less_bn" in this.active else []
-    see.grid(456, 980, rows=(296, 160), cols=(1.25, 1))
+    steps = np.array([first_steps(name) for name in rows])
+    removed, norms = thinned()
+    removed *= "less_bn" in this.active
+    see.grid(456, 900, rows=(296, 160))
     _field(see, 1 / step, compare)
-    _stages(see, frozen, _frozen(preset(compare)), np.flatnonzero(gone), compare)
     _steps(see, rows, steps)
 
     speed = f"speed-up is {1 / step:.2f}, measured" if trained else "speed was not measured"
@@ -136,28 +132,20 @@ def levels(see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False
         for name, parts in zip(rows, steps)
     ]
     see.say(
-        f"boost_level {level} in mode {mode} runs {', '.join(this.active) or 'nothing'}. It removes {sum(gone)} of "
-        f"{stages()[2]} BatchNorms and freezes layers in {percent(1 - odds(this)[0])} of the steps. Its {speed}. "
+        f"boost_level {level} in mode {mode} runs {', '.join(this.active) or 'nothing'}. It removes {removed} of "
+        f"{norms} BatchNorms and freezes layers in {percent(1 - full_share(this))} of the steps. Its {speed}. "
         f"{_accuracy_told(trained)}{stopped}{''.join(taken)}",
-        active=this.active, inactive=this.inactive, removed=sum(gone), odds=odds(this), speedup=1 / step,
-        frozen=frozen, trained=trained, steps=steps,
+        active=this.active, inactive=this.inactive, removed=removed, frozen=1 - full_share(this), speedup=1 / step,
+        trained=trained, steps=steps,
     )  # fmt: skip
 
 
-def _frozen(boost: AutoBoost) -> np.ndarray:
-    """Share of the steps in which each stage stands still."""
-    stride = len(stages()[0]) // GROUPS
-    return np.array([odds(boost)[s // stride + 1 :].sum() for s in range(len(stages()[0]))])
-
-
 def _accuracy_told(trained: str) -> str:
-    seeds = accuracies(trained)
-    if not seeds:
+    if not (seeds := accuracies(trained)):
         return "Its accuracy was not measured."
-    difference = np.mean(np.subtract(seeds, accuracies("none")))
-    against = "" if trained == "none" else f", {difference:+.1f} points against no boost"
-    mean = f"{np.mean(seeds):.1f} ± {np.std(seeds, ddof=1):.1f}"
-    return f"Its accuracy on the digits is {mean} %{against} (mean ± one standard deviation of {len(seeds)} seeds)."
+    mean, against = np.mean(seeds), np.mean(np.subtract(seeds, accuracies("none")))
+    told = f"{mean:.1f} ± {np.std(seeds, ddof=1):.1f} %, {against:+.1f} points against no boost"
+    return f"Its accuracy on the digits is {told} (mean ± one standard deviation of {len(seeds)} seeds)."
 
 
 def _field(see: Sheet, own: float, compare: str) -> None:
@@ -188,22 +176,12 @@ def _field(see: Sheet, own: float, compare: str) -> None:
         panel.text(f"this: {own:.2f}", own, high, color="own", valign="top", beside=12, halo=True)
 
 
-def _stages(see: Sheet, this: np.ndarray, other: np.ndarray, gone: np.ndarray, compare: str) -> None:
-    """How often each stage stands still, and which lose their BatchNorm."""
-    x = linear("stage of the ResNet-18, from the input", -0.7, len(this) - 0.3, 6)
-    y = linear("share of the steps, %", -8, 100, 5)
-    panel = see.panel(0, 1, title="frozen steps; × BatchNorm removed", x=x, y=y)
-    panel.bars(100 * this, fill="own/0.55", edge="own", label="this")
-    panel.line(100 * other, color="zero", dash="--", step="mid", label=f"compared: {compare}")
-    panel.crosses(np.full(len(this), -4.0), gone, "BatchNorm removed", size=4, told="this stage", quiet=True)
-
-
 def _steps(see: Sheet, rows: list[str], steps: np.ndarray) -> None:
-    """The first steps of two configurations: each begins where one without boost would; a frame is what it lacks."""
+    """The first steps of two configurations: each begins where one without boost would."""
     x = linear("step, as wide as one without boost", 0, CYCLE + 0.2)
     x |= {"ticks": [[v, str(v)] for v in range(0, CYCLE + 1, 3)]}
     title = "step by step: click another square above"
-    panel = see.panel(1, 0, colspan=2, title=title, x=x, y=names(rows, down=True))
+    panel = see.panel(1, title=title, x=x, y=names(rows, down=True))
     row, start = (axis.ravel() for axis in np.indices(steps.shape[:2]))
     ends = start[:, None] + steps.reshape(-1, len(PARTS)).cumsum(1)
     for k, (part, (fill, hatch)) in enumerate(PARTS.items()):
@@ -211,10 +189,6 @@ def _steps(see: Sheet, rows: list[str], steps: np.ndarray) -> None:
         look = {"fill": fill, "hatch": hatch or None, "label": part.replace("_", " "), "told": told}
         begin = ends[:, k - 1] if k else start
         panel.boxes(begin, row - 0.2, ends[:, k], row + 0.4, edge="muted", width=1, **look)
-    gone = ends[:, -1] - start < 0.985
-    if gone.any():
-        at = ends[gone, -1], row[gone] - 0.2, start[gone] + 1, row[gone] + 0.4
-        panel.boxes(*at, edge="overflow", dash="3 2", width=1, label="time saved")
     for k, name in enumerate(rows):
         words = f"{CYCLE} steps" if name == "none" else f"{CYCLE} steps in the time of {steps[k].sum():.1f}"
         panel.text(words, CYCLE, k - 0.22, anchor="end", valign="bottom", weight="bold")

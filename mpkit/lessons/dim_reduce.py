@@ -17,16 +17,17 @@ from mpkit.view.words import counted
 
 IMAGES, HIDDEN, STEPS, EVERY, MOST = 300, 12, 40, 2, 16
 RATE = 0.5
-RHOS = (0.3, 0.55, 0.8)
+RHO = 0.55  # of the whole step: the second trial
 ALPHAS = (0.0, 0.001, 0.05, 0.2)
 
 
 # ---- numbers
 class DigitsLoss(nn.Module):
-    """A small network on 300 digits; called without arguments it returns the loss over all of them."""
+    """A small network on 300 digits, always with the same weights; called without arguments it returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         images, labels = digits("train", size=8)
         self.images, self.labels = images[:IMAGES].double(), labels[:IMAGES]
         self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 10)).double()
@@ -44,12 +45,6 @@ class DigitsLoss(nn.Module):
         return loss.detach(), list(torch.autograd.grad(loss, list(self.parameters())))
 
 
-def start() -> DigitsLoss:
-    """The network at the weights from which every run of the lesson starts."""
-    torch.manual_seed(0)
-    return DigitsLoss()
-
-
 class Path(NamedTuple):
     """A training: `weights` (steps + 1, n), `losses` (steps + 1,), and what each line search saw, if there was one.
 
@@ -63,12 +58,12 @@ class Path(NamedTuple):
 
 
 @cache
-def reduced_path(k: int, rho: float = 0.55, alpha: float = 0.001) -> Path:
+def reduced_path(k: int, alpha: float = 0.001) -> Path:
     """`STEPS` steps with DimReduce in the first `k` components; 0: the plain gradient descent that went before."""
-    net = start()
+    net = DigitsLoss()
     params = list(net.parameters())
     plain = torch.optim.SGD(params, lr=1.0 if k else RATE)
-    reduce = DimReduce(net, plain, params, components()[:k], k, rho=rho, alpha=alpha) if k else None
+    reduce = DimReduce(net, plain, params, components()[:k], k, rho=RHO, alpha=alpha) if k else None
     weights, losses, searches, residual = [net.flat()], list[float](), list[LineSearch](), list[float]()
     for _ in range(STEPS):
         loss, grads = net.gradients()
@@ -102,7 +97,7 @@ def on_plane(weights: np.ndarray) -> np.ndarray:
 def contours() -> dict[float, np.ndarray]:
     """Loss (nats) -> (points, 2) of its line on the plane, NaN between the pieces, as far as any run goes."""
     x, y = np.linspace(-50, 5, 51), np.linspace(-10, 15, 26)
-    net, origin, plane = start(), reduced_path(0).weights[0], components()[:2]
+    net, origin, plane = DigitsLoss(), reduced_path(0).weights[0], components()[:2]
 
     def loss_at(a: float, b: float) -> float:
         nn.utils.vector_to_parameters(torch.from_numpy(origin + np.array([a, b]) @ plane), net.parameters())
@@ -114,45 +109,39 @@ def contours() -> dict[float, np.ndarray]:
     return {level: line for level, line in found.items() if line is not None}
 
 
-def tried(path: Path, rho: float) -> tuple[np.ndarray, np.ndarray]:
+def tried(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(steps, 2 trials, 2) where each line search looked on the plane, and where it was refused; NaN: nowhere."""
     now = on_plane(path.weights)
     taken, refused = np.full((2, STEPS, 2, 2), np.nan)
     for t, search in enumerate(path.searches):
         for i in range(len(search.losses)):
             accepted = search.accepted and i == len(search.losses) - 1
-            (taken if accepted else refused)[t, i] = now[t] + (1.0, rho)[i] * search.direction.numpy()[:2]
+            (taken if accepted else refused)[t, i] = now[t] + (1.0, RHO)[i] * search.direction.numpy()[:2]
     return taken, refused
 
 
 # ---- the path of DimReduce, step by step
 @view(
     k=Range(2, MOST, label="components", costly=True),
-    rho=Choice({rho: f"{rho:g}" for rho in RHOS}, "second step size rho"),
     alpha=Choice({alpha: f"{alpha:g}" for alpha in ALPHAS}, "residual rate alpha"),
     step=(0, STEPS - 1),
 )
-def descent(see: Sheet, k=8, rho=0.55, alpha=0.001, step=10) -> None:
+def descent(see: Sheet, k=8, alpha=0.001, step=10) -> None:
     """The path of DimReduce in the plane, its line search and what it leaves to the residual, step by step.
 
     Numbers: `losses` (steps + 1); of each step `accepted`, `size` (0 where
     nothing was accepted), `outside`, the share of the gradient outside the subspace, and `beyond`, refused trials
     beyond the picture.
     """
-    path, earlier = reduced_path(k, rho, alpha), reduced_path(0)
-    see.grid(450, 980, rows=(1, 1), cols=(1.5, 1))
+    path, earlier = reduced_path(k, alpha), reduced_path(0)
+    see.grid(450, 980, cols=(1.5, 1))
     see.play("step", "step", STEPS, every=150)
-    beyond = _plane(see, path, rho, on_plane(earlier.weights))
-    loss = see.panel(0, 1, title="loss", x=linear("", 0, STEPS, 4), y=linear("loss, nats", 0, 2.6, 3))
+    beyond = _plane(see, path, on_plane(earlier.weights))
+    loss = see.panel(0, 1, title="loss", x=linear("step", 0, STEPS, 4), y=linear("loss, nats", 0, 2.6, 3))
     loss.line(earlier.losses, color="reference", dash=":")
     loss.line(path.losses)
-    x, y = linear("step", 0, STEPS, 4), linear("share, %", 0, 104, 2)
-    outside = see.panel(1, 1, title="gradient outside the subspace", x=x, y=y)
-    outside.line(100 * path.residual)
-    for panel in (loss, outside):
-        panel.rule("x", "index", "muted", dash=":")
-    outside.handle("x", "step", step, 0, STEPS - 1, "step")
-
+    loss.rule("x", "index", "muted", dash=":")
+    loss.handle("x", "step", step, 0, STEPS - 1, "step")
     accepted = np.array([s.accepted for s in path.searches])
     size = np.array([s.rho if s.accepted else 0.0 for s in path.searches])
     told = [f"accepts the step size {s:g}" if s else "accepts neither step size" for s in size]
@@ -167,13 +156,13 @@ def descent(see: Sheet, k=8, rho=0.55, alpha=0.001, step=10) -> None:
     )  # fmt: skip
 
 
-def _plane(see: Sheet, path: Path, rho: float, earlier: np.ndarray) -> np.ndarray:
+def _plane(see: Sheet, path: Path, earlier: np.ndarray) -> np.ndarray:
     """Both paths over lines of equal loss, with the trials of the step shown; -> (steps,) how many lie beyond it."""
-    now, (taken, refused) = on_plane(path.weights), tried(path, rho)
+    now, (taken, refused) = on_plane(path.weights), tried(path)
     x, y = np.concatenate([now, *taken.swapaxes(0, 1)]).T
     low, high = np.array([min(-27.0, np.nanmin(x) - 2), -10.0]), np.array([5.0, max(9.0, np.nanmax(y) + 1)])
     across, up = linear("along component 1", low[0], high[0], 6), linear("along component 2", low[1], high[1], 5)
-    plane = see.panel(rowspan=2, title="loss on the plane, nats, and the paths", x=across, y=up)
+    plane = see.panel(title="loss on the plane, nats, and the paths", x=across, y=up)
     for level, line in contours().items():
         plane.line(line[:, 1], line[:, 0], "muted/0.75", width=0.9)
         places = line[((low + 1.5 < line) & (line < high - 1.5)).all(1)]

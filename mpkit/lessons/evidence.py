@@ -42,12 +42,9 @@ class Case(NamedTuple):
     scale: float
 
 
-CASES = ("A", "B", "C", "D")
-
-
 @cache
 def case(name: str) -> Case:
-    """One of the four trainings `CASES`."""
+    """One of the four trainings, A to D."""
     images, labels = (values[:32] for values in digits("train"))
     middle: dict[str, nn.Module] = {}
     if name == "B":
@@ -114,7 +111,7 @@ def passed(name: str, level: str, dtype: str, power: int) -> list[Stop]:
 
 
 @view(
-    training=Choice({name: name for name in CASES}, "training"),
+    training=Choice({name: name for name in "ABCD"}, "training"),
     scale=Range(-8, 30, label="loss scale 2^", costly=True),
     dtype=Choice({name: name for name in FORMATS}, "format"),
     step=(1, 20),

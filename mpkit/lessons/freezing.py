@@ -10,18 +10,24 @@ from torch import Tensor, nn
 
 from mpkit import networks
 from mpkit.boost import FreezeOpt, GradientFreeze, LessBN
-from mpkit.boost.grad_freeze import expected_saving, stage_costs
+from mpkit.boost.grad_freeze import expected_saving, stage_costs, stages_by_module
 from mpkit.data import digits
-from mpkit.lessons.boost import stages
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, view
 from mpkit.view.sheet import linear, names
 
 STEPS = 120
-ORDERS = {0: "0 continuous", 1: "1 interleaved"}
 
 
 # ---- which stages are trained on which steps
+@cache
+def stages() -> list[str]:
+    """Name of each stage of a ResNet-18: that of its first layer."""
+    net = networks.resnet18(width=4)
+    owner = {id(p): name.rpartition(".")[0] for name, p in net.named_parameters()}
+    return [owner[id(stage[0])] for stage in stages_by_module(net)]
+
+
 @cache
 def costs() -> list[float]:
     """Backward cost of each stage of a ResNet-18 on 32x32 images."""
@@ -30,23 +36,21 @@ def costs() -> list[float]:
 
 @view(
     groups=Range(1, 21, label="param_groups"),
-    kind=Choice(ORDERS, "freeze_type"),
+    kind=Choice({0: "0 continuous", 1: "1 interleaved"}, "freeze_type"),
     full=Range(0, 1, 0.05, "full steps"),
-    seed=Range(0, 99),
     step=(0, STEPS - 1),
 )
-def timeline(see: Sheet, groups=10, kind=1, full=0.7, seed=0, step=10) -> None:
+def timeline(see: Sheet, groups=10, kind=1, full=0.7, step=10) -> None:
     """Which stages of a ResNet-18 are frozen on which of 120 steps, and how much backward work that saves.
 
     Numbers: `index frozen` (stages) and `saved` (share of the backward work) of each step; `mean` of these and
     `formula`, what they should be on average.
     """
-    given, every = (groups, kind, full, STEPS), stages()[0]
-    index = np.array(GradientFreeze(*given, seed=seed).generate_freeze_index_sequence(*given))
+    given, every = (groups, kind, full, STEPS), stages()
+    index = np.array(GradientFreeze(*given).generate_freeze_index_sequence(*given))
     frozen = index * (len(every) // groups)
     work = np.cumsum([0, *costs()]) / sum(costs())
     saved, formula = work[frozen], expected_saving(costs(), groups, kind, full)
-    see.idle = set() if kind else {"seed"}
     see.grid(440)
     see.play("step", "step", STEPS, every=100)
     y = {"label": "stage, input at the top", "lo": len(every), "hi": 0}

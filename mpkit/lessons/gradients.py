@@ -53,9 +53,8 @@ def gradients_of_digits() -> dict[tuple[int, str], np.ndarray]:
 
 def _gradients(network: Network, images: Tensor, labels: Tensor) -> list[np.ndarray]:
     """[activation gradients, weight gradients] of one batch, magnitudes that are not zero."""
-    between = list(
-        accumulate(network.dense_relu_sequential, lambda x, layer: layer(x), initial=network.flatten(images))
-    )
+    start = network.flatten(images)
+    between = [*accumulate(network.dense_relu_sequential, lambda x, layer: layer(x), initial=start)]
     parameters = list(network.parameters())
     found = torch.autograd.grad(nn.functional.cross_entropy(between[-1], labels), [*between[1:], *parameters])
     parts = found[: -len(parameters)], found[-len(parameters) :]

@@ -89,9 +89,8 @@ def replayed(depth: int, way: str, fmt_name: str, init_exponent: int, window: in
     if way == "one scale":
         largest = largest.max(axis=1, keepdims=True)
     tops = [nn.Parameter(torch.zeros(())) for _ in largest[0]]
-    manager = GroupLossScaleManager(
-        2.0**init_exponent, [[p] for p in tops], growth=2 ** (1 / window), max_scale=LARGEST
-    )
+    growth = 2 ** (1 / window)
+    manager = GroupLossScaleManager(2.0**init_exponent, [[p] for p in tops], growth=growth, max_scale=LARGEST)
     scales, overflows = [], []
     for row in torch.tensor(largest, dtype=torch.float32):
         scales.append(manager.scales.tolist())

@@ -1,5 +1,6 @@
 """A picture of what a student's own function gives, for labs: some lines, and what they are."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,12 +22,10 @@ def picture(
     values = {name: np.asarray(v, dtype=float) for name, v in lines.items()}
     longest = max(map(len, values.values()), default=0)
     place = np.arange(longest) if at is None else np.asarray(at, dtype=float)
-    real = np.concatenate([v[np.isfinite(v)] for v in values.values()]) if values else np.empty(0)
-    if not len(real) or any(len(v) != len(place) for v in values.values()):
-        raise ValueError(
-            f"need lines with a finite number and {len(place)} places, got {[len(v) for v in values.values()]}"
-        )
-    see, ends = Sheet(), (float(real.min()), float(real.max()))
+    real = [float(v) for line in values.values() for v in line if math.isfinite(v)]
+    if not real or any(len(line) != len(place) for line in values.values()):
+        raise ValueError(f"need lines with a finite number and {len(place)} places, got {[*map(len, values.values())]}")
+    see, ends = Sheet(), (min(real), max(real))
     see.grid(300, 840)
     low, high = fitted(*values.values(), room=1) if powers else (ends[0], max(ends[1], ends[0] + 1e-9))
     axis: dict[str, Any] = log2(y, low, high) if powers else linear(y, low, high, 5)

@@ -22,8 +22,7 @@ from mpkit.view.sheet import GLYPHS, exponents, fitted, linear, log2, names
 OVER = 1 + 2.0**-22  # above what the scale holds by less than this is only the rounding of the scale
 
 # ---- *A scale for every tensor*: the scale of a tensor over a recorded run
-LAYERS = ("h.0.attn.c_attn", "h.1.mlp.2")
-TENSORS = [f"{layer}.{tensor}" for layer in LAYERS for tensor in ("input", "weight", "grad")]
+TENSORS = [f"{layer}.{tensor}" for layer in ("h.0.attn.c_attn", "h.1.mlp.2") for tensor in ("input", "weight", "grad")]
 SPIKE = 200  # the step of the reader's own spike
 
 
@@ -36,12 +35,11 @@ def load_amaxes() -> AmaxTrace:
 @view(
     tensor=TENSORS,
     length=Range(1, 128, label="amax history, steps"),
-    newest="only the newest amax",
     margin=Range(0, 6, label="margin, 2 to the"),
     current="current scaling",
     spike=Range(0, 10, label=f"spike in step {SPIKE}, 2 to the"),
 )
-def delayed(see: Sheet, tensor=TENSORS[2], length=16, newest=False, margin=0, current=False, spike=0) -> None:
+def delayed(see: Sheet, tensor=TENSORS[2], length=16, margin=0, current=False, spike=0) -> None:
     """What a tensor's scale can hold at each step of a recorded run, and where it is too small.
 
     Numbers: `amax holds` (steps,), the largest element and the largest that the scale holds; `clipped` steps; `worst`,
@@ -50,13 +48,13 @@ def delayed(see: Sheet, tensor=TENSORS[2], length=16, newest=False, margin=0, cu
     amax = load_amaxes().series()[tensor].copy()
     amax[SPIKE] *= 2.0**spike
     element = E5M2 if tensor.endswith("grad") else E4M3FN
-    asked: dict[str, Any] = {"history_len": length, "most_recent": newest, "margin": margin}
-    policy = tensor_scale_preset("te_current" if current else "te_delayed", element, **({} if current else asked))
+    asked: dict[str, Any] = {} if current else {"history_len": length, "margin": margin}
+    policy = tensor_scale_preset("te_current" if current else "te_delayed", element, **asked)
     done = replay_tensor_scales(amax, [policy], scales=True)
     assert done.scales is not None
     holds = element.max / done.scales[0].astype(float)
     clipped = np.flatnonzero(amax > holds * OVER)
-    see.idle = {"length", "newest", "margin"} if current else {"length"} if newest else set()
+    see.idle = {"length", "margin"} if current else set()
 
     low, high = fitted(amax, holds[1:], room=1)
     see.grid(400)
@@ -67,13 +65,11 @@ def delayed(see: Sheet, tensor=TENSORS[2], length=16, newest=False, margin=0, cu
     panel.line(exponents(amax, low, high), color="own", width=1.6, label="amax")
     panel.crosses(exponents(amax, low, high), clipped, "clipped step")
 
-    how = "the last amax" if newest or length == 1 else f"the largest of the last {length} amaxes"
+    how = "its own amax" if current else f"the largest of the last {length} amaxes" if length > 1 else "the last amax"
     at_worst = ", at worst by a factor of {worst:.2f}" if len(clipped) else ""
-    others = " in the other steps" if len(clipped) else ""
     see.say(
-        f"{tensor} in {element.name}, with a scale from {'its own amax' if current else how}: clipped in "
-        f"{len(clipped)} of {len(amax)} steps{at_worst}; {{unused:.1f}} bits of the range are unused on "
-        f"average{others}, counted in whole bits.",
+        f"{tensor} in {element.name}, with a scale from {how}: clipped in {len(clipped)} of {len(amax)} steps"
+        f"{at_worst}; on average {{unused:.1f}} bits of the range are unused in the others, counted in whole bits.",
         amax=amax, holds=holds, clipped=clipped, worst=float(done.worst[0]), unused=float(done.unused_bits[0]),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Lesson 02: where each mode sends a number, the staircase, and four ways to add tiny updates."""
+"""Lesson 02: where each mode sends a number, and four ways to add tiny updates."""
 
 import math
 from functools import lru_cache
@@ -17,10 +17,8 @@ from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
 from mpkit.view.answers import read_number
 from mpkit.view.parts import prediction
 from mpkit.view.sheet import Panel, linear, names
-from mpkit.view.words import counted
 
 NARROW = ["fp16", "bf16", "e5m2", "e4m3fn", "e3m2", "e2m3", "e2m1"]
-FORMATS = Choice({n: n for n in NARROW}, "format")
 EXACT = [mode for mode in MODES if mode != "stochastic"]
 
 
@@ -68,7 +66,7 @@ def added(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> di
 
 # ---- where each mode sends a number
 @view(
-    fmt=FORMATS,
+    fmt=Choice({n: n for n in NARROW}, "format"),
     lower=Text("lower neighbour"),
     offset=Range(0.0, 1.0, 1 / 32, "distance above it, ulp"),
     negative="negative number",
@@ -131,29 +129,6 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[fl
         if row != last and end != at:
             panel.arrow((at, row), (end, row), color, width=2.2)
     return panel
-
-
-# ---- the graph of rounding
-@view(
-    fmt=Choice({n: n for n in reversed(NARROW)}, "format"),
-    mode=Choice({m: m.replace("_", " ") for m in EXACT}, "mode"),
-    span=Range(-8, 6, label="shown up to 2 to the"),
-)
-def staircase(see: Sheet, fmt="e3m2", mode="nearest_even", span=2) -> None:
-    """Rounded against exact value. Numbers: `x y`, and `values`, all of the format that are shown."""
-    form, limit = get_format(fmt), 2.0**span
-    x = np.linspace(-limit, limit, 1025)
-    y = round_to(torch.from_numpy(x), form, mode, overflow="saturate").numpy()
-    values = (every := form.values())[every.abs() <= limit].double().numpy()
-    see.grid(380, 620)
-    across = linear("x", -limit, limit, 4)
-    up = linear("rounded x", -1.1 * limit, 1.1 * limit, 4) | {"ticks": across["ticks"]}
-    stairs = see.panel(title="rounding is a staircase; a step is one ulp high", x=across, y=up)
-    stairs.line([-limit, limit], [-limit, limit], "reference", dash=":", width=1.4, label="exact")
-    stairs.line(y, x, label="rounded")
-    steps = np.diff(values)
-    told = f" The lowest step is {steps.min():.4g} high, the highest {steps.max():.4g}." if len(steps) else ""
-    see.say(f"{fmt}, {mode}: {counted(len(values), 'value')} within ±2^{span}.{told}", x=x, y=y, values=values)
 
 
 # ---- weights that grow by tiny updates

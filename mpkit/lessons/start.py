@@ -100,7 +100,5 @@ def computed(level: str, dtype: str) -> str:
 def told(run: Run) -> str:
     """A run in words."""
     right = "" if run.accuracy is None else f", {percent(run.accuracy)} of the test digits right"
-    many = f"{run.level} in {computed(run.level, run.dtype)}, {counted(len(run.losses), 'step')}"
-    return (
-        f"{many}: loss {run.losses[-1]:.2f}{right}, {len(run.skipped)} skipped, last scale {exponent(run.scales[-1])}"
-    )
+    head = f"{run.level} in {computed(run.level, run.dtype)}, {counted(len(run.losses), 'step')}: loss"
+    return f"{head} {run.losses[-1]:.2f}{right}, {len(run.skipped)} skipped, last scale {exponent(run.scales[-1])}"

@@ -30,9 +30,7 @@ WORDS = words("recipes")
 
 # ---- *A scale for every tensor*
 @pytest.mark.parametrize("tensor", TENSORS)
-@pytest.mark.parametrize(
-    "given", [{}, {"length": 1}, {"length": 128}, {"newest": True}, {"margin": 3}, {"current": True}, {"spike": 10}]
-)
+@pytest.mark.parametrize("given", [{}, {"length": 1}, {"length": 128}, {"margin": 3}, {"current": True}, {"spike": 10}])
 def test_a_delayed_scale_holds_the_largest_of_its_history(tensor, given):
     view = delayed(tensor=tensor, **given)
     kind = ml_dtypes.float8_e5m2 if tensor.endswith("grad") else ml_dtypes.float8_e4m3fn
@@ -42,7 +40,7 @@ def test_a_delayed_scale_holds_the_largest_of_its_history(tensor, given):
         if given.get("current"):
             scale = top / amax
         elif len(past):
-            scale = top / (past[-1] if given.get("newest") else past.max()) / 2.0 ** given.get("margin", 0)
+            scale = top / past.max() / 2.0 ** given.get("margin", 0)
         if amax * scale / top > 1 + 2.0**-22:
             clipped.append(step)
         else:
@@ -67,10 +65,7 @@ def test_what_the_lesson_on_tensor_scales_says():
 
 
 def test_what_changes_nothing_is_hidden():
-    held = [delayed(newest=True, length=n) for n in (1, 128)]
-    assert (held[0].numbers["holds"] == held[1].numbers["holds"]).all()
-    assert held[0].sheet.idle == {"length"}
-    assert delayed(current=True).sheet.idle == {"length", "newest", "margin"}
+    assert delayed(current=True).sheet.idle == {"length", "margin"}
     assert blocks(fmt="NVFP4").sheet.idle == {"rule"}
 
 
