@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from mpkit.boost.adasum import adasum, adasum_coefficients
 from mpkit.data import digits
-from mpkit.view import Range, Sheet, view
-from mpkit.view.sheet import linear
-from mpkit.view.words import counted
+from mpkit.view import Range, Sheet, counted, linear, view
 
 LOOK: Mapping[str, dict[str, Any]] = {
     "sum": {"color": "overflow", "dash": "--", "glyph": "s"},

@@ -8,8 +8,7 @@ import numpy as np
 from mpkit.bench import gpu
 from mpkit.data import data_dir
 from mpkit.files import read_json
-from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import LINES, linear, log2, names
+from mpkit.view import LINES, Choice, Range, Sheet, linear, log2, names, view
 
 NETWORKS = {
     "gpt2": "GPT-2 124M, rows of 1024 tokens",
@@ -142,30 +141,26 @@ def seconds(card: str, form: str, m: int, k: int, n: int) -> float | None:
 def roofline(see: Sheet, card="A100 40GB", rows=8192, width=1024) -> None:
     """How fast a linear layer can be at best in each format, from published peaks.
 
-    Numbers: `seconds` by format, None where the card has none.
+    Numbers: `seconds` by format that the card has.
     """
-    there = CARDS[card]
-    times = {form: seconds(card, form, rows, width, width) for form in SIZES}
+    there, work = CARDS[card], 2.0 * rows * width * width
+    times = {form: t for form in SIZES if (t := seconds(card, form, rows, width, width))}
     see.grid(380, 900)
-    panel = see.panel(title=f"{card}: what its data sheet allows", x=log2("operations for a byte moved", -2, 14, 2),
-                      y=log2("TFLOP/s", -4, 12, 2))  # fmt: skip
+    x, y = log2("operations for a byte moved", -2, 14, 2), log2("TFLOP/s", -4, 12, 2)
+    panel = see.panel(title=f"{card}: what its data sheet allows", x=x, y=y)
     place = np.linspace(-2, 14, 97)
     for (form, time), look in zip(times.items(), LINES):
-        peak = getattr(there, form)
-        if time is None:
-            continue
-        panel.line(np.minimum(np.log2(peak), place + np.log2(there.bandwidth)), place, label=form, **look)
+        roof = np.minimum(np.log2(getattr(there, form)), place + np.log2(there.bandwidth))
+        panel.line(roof, place, label=form, **look)
         operand, result = SIZES[form]
-        work = 2.0 * rows * width * width
         dense = work / (operand * (rows * width + width * width) + result * rows * width)
         panel.points([np.log2(work / time / 1e12)], [np.log2(dense)], look["color"], size=8)
-    base = times["float32"] or 1.0
-    gains = ", ".join(f"{form} {base / t:.1f}" for form, t in times.items() if t and form != "float32")
-    slow = "by its memory" if (times["float16"] or 0) > 2 * rows * width**2 / (there.float16 * 1e12) else "by computing"
+    gains = ", ".join(f"{form} {times['float32'] / t:.1f}" for form, t in times.items() if form != "float32")
+    slow = "by its memory" if times["float16"] > work / (there.float16 * 1e12) else "by computing"
     measured = "" if list(gpu.stored()) else " Published peaks, not measured on a GPU."
     see.say(
         f"A linear layer of {width} x {width} on {rows} rows, {card}. At best so many times as fast as float32: "
         f"{gains}. float16 is held back {slow}.{measured}",
         seconds=times,
     )  # fmt: skip
-    see.rows = [{"format": form, "microseconds": f"{1e6 * t:.3g}" if t else "no unit"} for form, t in times.items()]
+    see.rows = [{"format": form, "microseconds": f"{1e6 * t:.3g}"} for form, t in times.items()]

@@ -13,11 +13,9 @@ from mpkit.boost.config import MODES
 from mpkit.boost.grad_freeze import full_steps
 from mpkit.data import data_dir
 from mpkit.replay.percent import percent
-from mpkit.view import Choice, Sheet, view
-from mpkit.view.sheet import linear, names
+from mpkit.view import Choice, Sheet, linear, names, view
 
 COMPARED = ("none", "less_bn", "freezing", "O1", "O1 tuned")
-PROMISED = {"O1": 1.2, "O2": 1.3}  # what MindSpore's documents say
 GROUPS = 10  # of stages, in the network that was measured
 CYCLE = 18  # steps that are shown one by one: a whole cycle of the tuned strategy
 PARTS = {  # of a step: role and hatch
@@ -43,8 +41,10 @@ def relative_time(contender: str) -> float:
 @cache
 def accuracies(configuration: str) -> tuple[float, ...]:
     """Accuracy on the digits (percent) from each seed, without an entry where it was not trained."""
-    rows = (r for r in measured()["accuracy"] if r["data"].startswith("digits") and r["configuration"] == configuration)
-    return tuple(next(rows, {"accuracy_percent": ()})["accuracy_percent"])
+    found = [
+        r for r in measured()["accuracy"] if r["data"].startswith("digits") and r["configuration"] == configuration
+    ]
+    return tuple(found[0]["accuracy_percent"]) if found else ()
 
 
 def preset(name: str) -> AutoBoost:
@@ -157,16 +157,15 @@ def _field(see: Sheet, own: float, compare: str) -> None:
     x = linear("speed-up against no boost", 0.96, max(1.4, np.nan_to_num(own) + 0.1), 5)
     y = linear("accuracy on the digits, %", low, high, 6)
     panel = see.panel(title="dots: seeds; lines: ± one standard deviation", x=x, y=y)
-    for name, promise in PROMISED.items():
+    for name, promise in (("O1", 1.2), ("O2", 1.3)):  # what MindSpore's documents say
         panel.rule("x", promise, "muted", dash="--")
         panel.text(f"{name} promised", promise, low, color="muted", rotate=90, dx=9, dy=-42, halo=True)
-    for k, (name, (speed, mean)) in enumerate(at.items()):
+    for name, (speed, mean) in at.items():
         color, spread = "zero" if name == compare else "reference", float(np.std(runs[name], ddof=1))
         panel.points(runs[name], [speed] * len(runs[name]), "muted", size=2.5, label="one seed", quiet=True)
         panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, quiet=True)
         panel.points([mean], [speed], color, glyph="s", size=5.5, label=name, quiet=True)
-        side, down = (-8, 14) if k == 1 else (8, 30 if k == 2 else 14)  # between its neighbours
-        panel.text(name, speed, mean, halo=True, color=color, beside=side, dy=down)
+        panel.text(name, speed, mean, halo=True, color=color, beside=8, dy=14)
     speeds, means = np.array(list(at.values())).T
     squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
     sets = [{"compare": name} for name in at]

@@ -15,13 +15,11 @@ from mpkit.casting.operators import EXACT
 from mpkit.data import digits
 from mpkit.formats import get_format
 from mpkit.networks import LeNet5, Network, ResidualBlock, TransformerBlock
-from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import exponents, log2, names, space
-from mpkit.view.words import counted
+from mpkit.view import Choice, Range, Sheet, counted, exponents, log2, names, space, view
 
 LOGITS = torch.arange(0, -33.0, -1.0)
-FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "e4m7")
 SHOWN_ANYWAY = ("relu", "max_pool2d")
+FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "e4m7")
 
 
 class LogSoftmax(nn.Module):
@@ -61,11 +59,6 @@ class Walk(NamedTuple):
     casts: tuple[int, int, int]
 
 
-def layers_of(network: nn.Module) -> tuple[str, ...]:
-    """Paths of the modules that hold parameters of their own."""
-    return tuple(name for name, m in network.named_modules() if any(True for _ in m.parameters(recurse=False)))
-
-
 def _built(kind: str, exponent: int) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     network = NETWORKS[kind]()
@@ -96,7 +89,7 @@ def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> W
     Raises:  ValueError if the network has fewer layers than `kept`.
     """
     network, x = _built(kind, exponent)
-    layers = layers_of(network)
+    layers = tuple(n for n, m in network.named_modules() if any(True for _ in m.parameters(recurse=False)))
     if not 0 <= kept <= len(layers):
         raise ValueError(f"the {kind} has {len(layers)} layers, got layer {kept}")
     low = get_format(fmt)

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from mpkit.boost.dim_reduce import DimReduce, LineSearch, pca_matrix
 from mpkit.data import digits
 from mpkit.replay.percent import percent
-from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import linear
-from mpkit.view.words import counted
+from mpkit.view import Choice, Range, Sheet, counted, linear, view
 
 IMAGES, HIDDEN, STEPS, EVERY, MOST = 300, 12, 40, 2, 16
 RATE = 0.5
 RHO = 0.55  # of the whole step: the second trial
-ALPHAS = (0.0, 0.001, 0.05, 0.2)
 
 
 # ---- numbers
@@ -123,13 +120,13 @@ def tried(path: Path) -> tuple[np.ndarray, np.ndarray]:
 # ---- the path of DimReduce, step by step
 @view(
     k=Range(2, MOST, label="components", costly=True),
-    alpha=Choice({alpha: f"{alpha:g}" for alpha in ALPHAS}, "residual rate alpha"),
+    alpha=Choice({alpha: f"{alpha:g}" for alpha in (0.0, 0.001, 0.05, 0.2)}, "residual rate alpha"),
     step=(0, STEPS - 1),
 )
 def descent(see: Sheet, k=8, alpha=0.001, step=10) -> None:
     """The path of DimReduce in the plane, its line search and what it leaves to the residual, step by step.
 
-    Numbers: `losses` (steps + 1); of each step `accepted`, `size` (0 where
+    Numbers: `losses` (steps + 1); of each step `size` (0 where
     nothing was accepted), `outside`, the share of the gradient outside the subspace, and `beyond`, refused trials
     beyond the picture.
     """
@@ -142,7 +139,6 @@ def descent(see: Sheet, k=8, alpha=0.001, step=10) -> None:
     loss.line(path.losses)
     loss.rule("x", "index", "muted", dash=":")
     loss.handle("x", "step", step, 0, STEPS - 1, "step")
-    accepted = np.array([s.accepted for s in path.searches])
     size = np.array([s.rho if s.accepted else 0.0 for s in path.searches])
     told = [f"accepts the step size {s:g}" if s else "accepts neither step size" for s in size]
     left = [f" ({counted(n, 'refused trial')} beyond the picture)" if n else "" for n in beyond.tolist()]
@@ -152,7 +148,7 @@ def descent(see: Sheet, k=8, alpha=0.001, step=10) -> None:
         "The part of the gradient outside the subspace is {share} as long as the whole gradient.",
         at=np.arange(STEPS), told=[a + b for a, b in zip(told, left)], loss=path.losses[:-1],
         plain=earlier.losses[:-1], share=[percent(s) for s in path.residual], losses=path.losses,
-        accepted=accepted, size=size, outside=path.residual, beyond=beyond,
+        size=size, outside=path.residual, beyond=beyond,
     )  # fmt: skip
 
 

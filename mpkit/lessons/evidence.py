@@ -14,12 +14,11 @@ from mpkit.casting import auto_mixed_precision
 from mpkit.data import digits
 from mpkit.diagnose import Report, diagnose
 from mpkit.formats import BF16, FP16, FloatFormat, dtype_name
-from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view import Choice, Range, Sheet, exponent, exponents, log2, names, power_of_two, space, view
 from mpkit.view.parts import edges, regions
-from mpkit.view.sheet import exponents, log2, names, power_of_two, space
-from mpkit.view.words import exponent
 
-LOSS, FORMATS = nn.functional.cross_entropy, {"float16": FP16, "bfloat16": BF16}
+FORMATS = {"float16": FP16, "bfloat16": BF16}
+LOSS = nn.functional.cross_entropy
 
 
 # ---- four broken trainings
@@ -45,19 +44,17 @@ class Case(NamedTuple):
 @cache
 def case(name: str) -> Case:
     """One of the four trainings, A to D."""
-    images, labels = (values[:32] for values in digits("train"))
+    images, labels = (values[:32].clone() for values in digits("train"))
     middle: dict[str, nn.Module] = {}
     if name == "B":
         middle = {"gain": Layer(lambda x: x * 400), "square": Layer(torch.square), "shrink": Layer(lambda x: x * 1e-5)}
     elif name == "C":
-        images = images.clone()
         images[7, 0, 14, 14] = math.nan  # a dead pixel
     elif name == "D":
         middle = {"entropy": Layer(torch.log)}
     torch.manual_seed(0)
     parts = {"flat": nn.Flatten(), "hidden": nn.Linear(784, 32), "relu": nn.ReLU(), **middle, "out": nn.Linear(32, 10)}
-    network = nn.Sequential(OrderedDict(parts))
-    return Case(network, (images, labels), 2.0 ** (24 if name in ("A", "D") else 12))
+    return Case(nn.Sequential(OrderedDict(parts)), (images, labels), 2.0 ** (24 if name in ("A", "D") else 12))
 
 
 @cache
@@ -139,7 +136,7 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
     works = f"The largest scale that works is {exponent(report.max_scale)}" if report.max_scale else "No scale works"
     walk = f"All {len(stops)} steps forward and back are finite"
     if born is not None:
-        what = f"gradient of {stops[born].name}" if stops[born].backward else stops[born].name
+        what = "gradient of " * stops[born].backward + stops[born].name
         walk = f"Step {born + 1} of {len(stops)}, {what}, is the first with a value that is not finite"
     elif report.verdict != "healthy":
         walk += "; the gradient of a parameter is not (no bar shows it)"

@@ -11,10 +11,8 @@ from mpkit.data import data_dir
 from mpkit.experiment import Results, experiment, train
 from mpkit.experiment.results import temporary
 from mpkit.networks import LeNet5, Network, resnet18
-from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view import Choice, Range, Sheet, counted, names, view
 from mpkit.view.intervals import axis, beside, intervals
-from mpkit.view.sheet import names
-from mpkit.view.words import counted
 
 CELLS: dict[str, dict[str, Any]] = {  # formats are emulated, so that any machine can compute in them
     name: {"level": level, "dtype": dtype, "scaler": scaler, "boost": boost}

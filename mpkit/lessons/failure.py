@@ -9,9 +9,8 @@ from torch import nn
 from mpkit.data import data_dir
 from mpkit.files import read_json
 from mpkit.formats import FP16
-from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view import LINES, Choice, Range, Sheet, linear, log2, names, view
 from mpkit.view.parts import FATES, edges, regions, tenths
-from mpkit.view.sheet import LINES, linear, log2, names
 
 STEPS = (0, 12, 30, 60, 120, 180, 240, 300)  # of the recorded moments
 LAYERS = ("first layer", "2nd", "3rd", "4th", "5th", "6th", "output layer")
@@ -56,14 +55,12 @@ def trainings() -> dict[str, list[dict[str, Any]]]:
 
 def table() -> list[dict[str, str]]:
     """Every way to train in a line, seed by seed."""
-    return [
-        {
-            "trained in": way,
-            "test digits right, %": "  ".join(f"{run['accuracy']:.0f}" for run in runs),
-            "last loss, nats": "  ".join(f"{run['losses'][-1]:.2f}" for run in runs),
-        }
-        for way, runs in trainings().items()
-    ]
+    rows = []
+    for way, runs in trainings().items():
+        right = "  ".join(f"{run['accuracy']:.0f}" for run in runs)
+        loss = "  ".join(f"{run['losses'][-1]:.2f}" for run in runs)
+        rows.append({"trained in": way, "test digits right, %": right, "last loss, nats": loss})
+    return rows
 
 
 # ---- pictures

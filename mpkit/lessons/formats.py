@@ -9,11 +9,9 @@ import torch
 
 from mpkit.formats import FORMATS, FP16, FloatFormat, get_format
 from mpkit.rounding import round_to
-from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
+from mpkit.view import Choice, Range, Sheet, Stroke, Text, counted, linear, log2, names, power_of_two, space, view
 from mpkit.view.answers import read_number
 from mpkit.view.parts import edges, prediction, regions
-from mpkit.view.sheet import linear, log2, names, power_of_two, space
-from mpkit.view.words import counted
 
 NAMES = [name for name in FORMATS if name != "fp64"]
 OTHERS = ("e5m2fnuz", "e4m3fnuz", "e4m3b11fnuz", "e3m4", "binary8p3", "binary8p4", "binary8p5")
@@ -52,8 +50,7 @@ def fate(fmt: FloatFormat, exponent: int) -> str:
     """What one format does to 2**exponent, in words."""
     kept = bits_kept(fmt, exponent)
     if kept < 0:
-        over = {"inf": "overflows to inf", "nan": "overflows to NaN", "saturate": f"becomes {fmt.max:g}"}
-        return over[fmt.overflow]
+        return {"inf": "overflows to inf", "nan": "overflows to NaN"}.get(fmt.overflow, f"becomes {fmt.max:g}")
     if kept == 0:  # exactly half the smallest subnormal is a tie, and 0 is even
         return "becomes 0"
     return f"{kept} of {fmt.fraction_bits + 1} bits" + (", subnormal" if exponent < fmt.min_exponent else "")
@@ -241,7 +238,7 @@ def ranges(see: Sheet, exponent=-20) -> None:
 
 
 # ---- predict: draw the gap
-POWERS, ENDS = np.arange(-24, 16), (-30.0, 10.0)
+POWERS, ENDS = np.arange(-24, 16), (-30.0, 10.0)  # 1 is number 24
 GAPS = np.maximum(POWERS, FP16.min_exponent) - FP16.fraction_bits
 
 
@@ -258,5 +255,4 @@ def gaps(see: Sheet, typed="", drawn={}, shown=False) -> None:
                typed=typed, drawn=drawn, shown=shown)  # fmt: skip
     if shown:
         panel.line(GAPS, color="reference", width=2.6, label="gap")
-    one = int(np.flatnonzero(POWERS == 0)[0])
-    panel.points([GAPS[one]], [one], "reference", glyph="s", size=5, label="gap at 1")
+    panel.points([GAPS[24]], [24], "reference", glyph="s", size=5, label="gap at 1")

@@ -13,8 +13,7 @@ from mpkit.boost import FreezeOpt, GradientFreeze, LessBN
 from mpkit.boost.grad_freeze import expected_saving, stage_costs, stages_by_module
 from mpkit.data import digits
 from mpkit.replay.percent import percent
-from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import linear, names
+from mpkit.view import Choice, Range, Sheet, linear, names, view
 
 STEPS = 120
 
@@ -113,19 +112,19 @@ def layers(network: str) -> dict[str, str]:
 def less_bn(see: Sheet, network="ResNet-18") -> None:
     """The layers of a network, a row for each block, and which BatchNorms LessBN takes away.
 
-    Numbers: `layers`, name -> kind; `removed` of so many `norms`.
+    Numbers: `layers`, name -> kind; how many BatchNorms are `removed` and `kept`.
     """
     every = layers(network)
-    removed, norms = (sum(kind in kinds for kind in every.values()) for kinds in ((REMOVED,), (KEPT, REMOVED)))
+    removed, kept = (list(every.values()).count(kind) for kind in (REMOVED, KEPT))
     blocks = {block: [*members] for block, members in groupby(every, key=lambda name: ".".join(name.split(".")[:2]))}
     see.grid(min(110 + 26 * len(blocks), 470), 620)
     x = names(range(1, 1 + max(map(len, blocks.values()))), "layer of the block", bare=False)
-    told = f"{removed} of {norms} BatchNorms removed"
+    told = f"{removed} of {removed + kept} BatchNorms removed"
     panel = see.panel(title=told, x=x, y=names([*blocks], down=True, bare=False))
     for row, members in enumerate(blocks.values()):
         panel.line([row, row], [0, len(members) - 1], "muted", width=1.5)
         for i, kind in enumerate(every[name] for name in members):
             color, glyph = KINDS[kind]
             panel.points([row], [i], color, glyph=glyph, size=5.5, label=kind)
-    see.say(f"{network}: {told}.", layers=every, removed=removed, norms=norms)
+    see.say(f"{network}: {told}.", layers=every, removed=removed, kept=kept)
     see.rows = [{"layer": name, "kind": kind} for name, kind in every.items()]

@@ -13,9 +13,8 @@ from mpkit.data import digits
 from mpkit.formats import FloatFormat, get_format
 from mpkit.networks import Network
 from mpkit.rounding import round_to
-from mpkit.view import Choice, Sheet, view
+from mpkit.view import Choice, Sheet, linear, log2, view
 from mpkit.view.parts import regions, tenths, zones
-from mpkit.view.sheet import linear, log2
 
 MOMENTS = (0, 60, 240, 720)
 KINDS = ("activations", "weights")

@@ -13,14 +13,11 @@ from mpkit.data import digits
 from mpkit.formats import E5M2, FP16
 from mpkit.lessons.failure import sigmoids
 from mpkit.rounding import round_to
-from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view import LINES, Choice, Range, Sheet, counted, exponents, linear, log2, names, view
 from mpkit.view.parts import tenths
-from mpkit.view.sheet import LINES, exponents, linear, log2, names
-from mpkit.view.words import counted
 
 FORMATS = {"float16": FP16, "E5M2": E5M2}
 GROUPS, WIDTH, BATCH, DISTINCT, STEPS = 4, 24, 64, 23, 160
-LARGEST = 2.0**100
 WAYS = ("one scale", "scale per group")
 
 
@@ -37,12 +34,6 @@ class GradientTrace(NamedTuple):
     values: tuple[tuple[Tensor, ...], ...]
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    """The digits in `DISTINCT` batches of `BATCH` images, which the steps take over and over."""
-    images, labels = digits("train", size=8)
-    return list(zip(images.split(BATCH), labels.split(BATCH)))[:DISTINCT]
-
-
 @lru_cache(maxsize=8)
 def gradient_trace(depth: int) -> GradientTrace:
     """True gradients, at its first weights, of a network of 4 groups of `depth` sigmoid layers, and an output layer.
@@ -55,7 +46,8 @@ def gradient_trace(depth: int) -> GradientTrace:
     parameters = list(network.parameters())
     ends = [*range(0, GROUPS * depth, depth), GROUPS * depth + 1]  # of the groups, in linear layers
     layers, largest, values = [*network][1:], [], []
-    for images, labels in batches():
+    every = (t.split(BATCH) for t in digits("train", size=8))
+    for images, labels in [*zip(*every)][:DISTINCT]:
         start = images.flatten(1).requires_grad_()
         between = [*accumulate(layers, lambda x, layer: layer(x), initial=start)]
         loss = nn.functional.cross_entropy(between[-1], labels)
@@ -79,7 +71,7 @@ class ScaleRun(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def replayed(depth: int, way: str, fmt_name: str, init_exponent: int, window: int) -> ScaleRun:
+def replayed(depth: int, way: str, fmt_name: str, start: int, window: int) -> ScaleRun:
     """What the scales of a way would have been on the recorded gradients; `window` clean steps double a scale.
 
     A group overflows when its largest gradient times its scale leaves the format. With one scale the largest of all
@@ -89,8 +81,7 @@ def replayed(depth: int, way: str, fmt_name: str, init_exponent: int, window: in
     if way == "one scale":
         largest = largest.max(axis=1, keepdims=True)
     tops = [nn.Parameter(torch.zeros(())) for _ in largest[0]]
-    growth = 2 ** (1 / window)
-    manager = GroupLossScaleManager(2.0**init_exponent, [[p] for p in tops], growth=growth, max_scale=LARGEST)
+    manager = GroupLossScaleManager(2.0**start, [[p] for p in tops], growth=2 ** (1 / window), max_scale=2.0**100)
     scales, overflows = [], []
     for row in torch.tensor(largest, dtype=torch.float32):
         scales.append(manager.scales.tolist())

@@ -12,8 +12,7 @@ from mpkit.data import digits
 from mpkit.formats import BF16, FP16, FP32, FloatFormat
 from mpkit.optimizers import Adam
 from mpkit.rounding import round_to
-from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import exponents, log2, power_of_two
+from mpkit.view import Choice, Range, Sheet, exponents, log2, power_of_two, view
 
 FORMATS = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
 

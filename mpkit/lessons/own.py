@@ -1,14 +1,12 @@
 """A picture of what a student's own function gives, for labs: some lines, and what they are."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mpkit.view import Sheet
-from mpkit.view.sheet import LINES, exponents, fitted, linear, log2
+from mpkit.view import LINES, Sheet, exponents, fitted, linear, log2
 
 
 def picture(
@@ -22,7 +20,7 @@ def picture(
     values = {name: np.asarray(v, dtype=float) for name, v in lines.items()}
     longest = max(map(len, values.values()), default=0)
     place = np.arange(longest) if at is None else np.asarray(at, dtype=float)
-    real = [float(v) for line in values.values() for v in line if math.isfinite(v)]
+    real = [float(v) for line in values.values() for v in line if np.isfinite(v)]
     if not real or any(len(line) != len(place) for line in values.values()):
         raise ValueError(f"need lines with a finite number and {len(place)} places, got {[*map(len, values.values())]}")
     see, ends = Sheet(), (min(real), max(real))

@@ -16,8 +16,7 @@ from mpkit.policies import tensor_scale_preset
 from mpkit.record import AmaxTrace
 from mpkit.replay import replay_tensor_scales
 from mpkit.replay.percent import percent
-from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import GLYPHS, exponents, fitted, linear, log2, names
+from mpkit.view import GLYPHS, Choice, Range, Sheet, exponents, fitted, linear, log2, names, view
 
 OVER = 1 + 2.0**-22  # above what the scale holds by less than this is only the rounding of the scale
 
@@ -191,6 +190,6 @@ def trained(see: Sheet, recipe="mxfp4") -> None:
         f"differ by {spread:.3f}. The most zeros: {most}, {percent(shares[most][1])}.",
         own=own, plain=plain, gap=gap, spread=spread, shares=shares,
     )  # fmt: skip
-    told = {name: [percent(share, 2) for share in both] for name, both in shares.items()}
-    cast = ((name, told.get(name, ["not cast"] * 2)) for name in data["meta"]["shares"][recipe])
-    see.rows = [{"operand": name, "clipped": clipped, "flushed": flushed} for name, (clipped, flushed) in cast]
+    told = dict.fromkeys(data["meta"]["shares"][recipe], ["not cast"] * 2)
+    told |= {name: [percent(share, 2) for share in both] for name, both in shares.items()}
+    see.rows = [{"operand": name, "clipped": clipped, "flushed": flushed} for name, (clipped, flushed) in told.items()]

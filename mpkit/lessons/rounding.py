@@ -13,10 +13,9 @@ from mpkit.formats import FloatFormat, get_format
 from mpkit.lessons.formats import store
 from mpkit.replay.percent import percent
 from mpkit.rounding import MODES, round_to
-from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
+from mpkit.view import Choice, Panel, Range, Sheet, Stroke, Text, linear, names, view
 from mpkit.view.answers import read_number
 from mpkit.view.parts import prediction
-from mpkit.view.sheet import Panel, linear, names
 
 NARROW = ["fp16", "bf16", "e5m2", "e4m3fn", "e3m2", "e2m3", "e2m1"]
 EXACT = [mode for mode in MODES if mode != "stochastic"]

@@ -9,8 +9,7 @@ from torch import nn
 
 import mpkit.schedules as lr
 from mpkit.optimizers import SGD, Adam, AdamWeightDecay
-from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import DIFFERENT, Panel, linear
+from mpkit.view import DIFFERENT, Choice, Panel, Range, Sheet, linear, view
 
 STEPS = 200
 
@@ -31,18 +30,6 @@ def _curves(see: Sheet, panel: Panel, curves: dict[str, np.ndarray], step: int) 
 
 
 # ---- schedules
-def schedules_of(rate: float, factor: float, span: int, power: float, stair: bool, warmup: int) -> dict[str, Any]:
-    """The five schedules with the same numbers, after a common warm-up, by a short name."""
-    found: dict[str, Any] = {
-        "exponential": lr.ExponentialDecayLR(rate, factor, span, stair),
-        "natural exp": lr.NaturalExpDecayLR(rate, factor, span, stair),
-        "inverse": lr.InverseDecayLR(rate, factor, span, stair),
-        "cosine": lr.CosineDecayLR(0.0, rate, span),
-        "polynomial": lr.PolynomialDecayLR(rate, 0.0, span, power),
-    }
-    return {name: lr.WarmUpLR(rate, warmup).then(s, at=warmup) if warmup else s for name, s in found.items()}
-
-
 @view(
     rate=Range(1e-4, 1.0, 0.25, "learning_rate", log=10),
     factor=Range(0.05, 1.5, 0.05, "decay_rate"),
@@ -54,8 +41,15 @@ def schedules_of(rate: float, factor: float, span: int, power: float, stair: boo
 )
 def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False, warmup=0, step=40) -> None:
     """Five schedules with the same numbers. Numbers: `curves`, name -> (200,) learning rates."""
-    found = schedules_of(rate, factor, span, power, stair, warmup)
-    curves = {name: schedule(torch.arange(STEPS)).numpy() for name, schedule in found.items()}
+    found: dict[str, Any] = {
+        "exponential": lr.ExponentialDecayLR(rate, factor, span, stair),
+        "natural exp": lr.NaturalExpDecayLR(rate, factor, span, stair),
+        "inverse": lr.InverseDecayLR(rate, factor, span, stair),
+        "cosine": lr.CosineDecayLR(0.0, rate, span),
+        "polynomial": lr.PolynomialDecayLR(rate, 0.0, span, power),
+    }
+    chains = {name: lr.WarmUpLR(rate, warmup).then(s, at=warmup) if warmup else s for name, s in found.items()}
+    curves = {name: schedule(torch.arange(STEPS)).numpy() for name, schedule in chains.items()}
     most = max(float(c.max()) for c in curves.values())  # a decay_rate above 1 makes one of them grow
     top = float(f"{min(max(rate, most), 4 * rate):.3g}")
     see.grid(380)

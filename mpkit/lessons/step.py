@@ -12,8 +12,7 @@ from mpkit.casting import auto_mixed_precision
 from mpkit.data import digits
 from mpkit.formats import dtype_name
 from mpkit.scalers import DynamicLossScaler, all_finite
-from mpkit.view import Range, Sheet, view
-from mpkit.view.sheet import DIFFERENT, Panel, exponents, log2, names
+from mpkit.view import DIFFERENT, Panel, Range, Sheet, exponents, log2, names, view
 from mpkit.view.words import exponent as told_power
 
 
@@ -230,8 +229,8 @@ def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
     panel.text("asked for", 19.4, asked, anchor="end", dy=-14, color="own", halo=True)
     seen = [f"{norms[o][exponent]:.3g}" for o in ORDERS]
     see.say(
-        f"Scale 2^{exponent}, micro-batches: {parts}, clipping to the norm {max_norm:.3g}. The optimizer gets a gradient of "
-        f"norm {seen[0]} in the right order, {seen[1]} when clipping comes first, and "
+        f"Scale 2^{exponent}, {parts} micro-batches, clipping to the norm {max_norm:.3g}. The optimizer gets a gradient "
+        f"of norm {seen[0]} in the right order, {seen[1]} when clipping comes first, and "
         f"{seen[2]} when each micro-batch is unscaled. The last one has a cosine of {cosines[ORDERS[2]]:.2f} with the "
         "right one.",
         norms=norms, cosines=cosines,

@@ -9,9 +9,7 @@ import numpy as np
 from mpkit.policies import FRAMEWORKS, ScalePolicy, naive_loss_ratio, own_names, preset, stack
 from mpkit.replay import simulate
 from mpkit.replay.simulate import Simulation
-from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import Panel, exponents, fitted, linear, log2
-from mpkit.view.words import exponent
+from mpkit.view import Choice, Panel, Range, Sheet, exponent, exponents, fitted, linear, log2, view
 
 STEPS = 200
 SITUATIONS: dict[str, tuple[str, str]] = {  # its name, and what the sentence tells of it
@@ -21,8 +19,11 @@ SITUATIONS: dict[str, tuple[str, str]] = {  # its name, and what the sentence te
     "model": ("the model is broken", "The model is broken: from step 60 on every gradient is NaN."),
     "free": ("nothing ever overflows", "Nothing ever overflows."),
 }
-_START_NEEDED = ("jmp", "mindspore_scaler", "mindspore_cell")  # their classes have no default for it
-_FACTOR_NEEDED = ("mindspore_scaler", "mindspore_cell")
+_START_NEEDED = (
+    "jmp",
+    "mindspore_scaler",
+    "mindspore_cell",
+)  # no default; the last two have none for the factor
 ZOO = (*(name for name in FRAMEWORKS if name not in ("mpkit", "fairscale_layerwise")), "mpkit")
 
 
@@ -30,7 +31,7 @@ ZOO = (*(name for name in FRAMEWORKS if name not in ("mpkit", "fairscale_layerwi
 def zoo_policy(framework: str, interval: int, start: float | None = None) -> ScalePolicy:
     """A framework's policy with this growth interval and, if given, this start; all else is its default."""
     own_start, own_interval = own_names(framework)
-    parameters: dict[str, Any] = {"scale_factor": 2} if framework in _FACTOR_NEEDED else {}
+    parameters: dict[str, Any] = {"scale_factor": 2} if framework in _START_NEEDED[1:] else {}
     if own_start is not None and (start is not None or framework in _START_NEEDED):
         parameters[own_start] = 2.0**16 if start is None else start
     return preset(framework, **parameters, **{own_interval: interval})

@@ -1,7 +1,25 @@
-"""The machine of the views: a function of parameters draws a sheet; a page, a stored picture, a quiz show it."""
+"""The machine of the views: a function of parameters draws a sheet; a page, a stored picture, a quiz show it.
+
+A lesson takes from here what it declares, draws and words with.
+"""
 
 from mpkit.view.controls import Choice, Flag, Range, Stroke, Text
-from mpkit.view.sheet import Sheet
+from mpkit.view.sheet import (
+    DIFFERENT,
+    GLYPHS,
+    LINES,
+    Panel,
+    Sheet,
+    exponents,
+    fitted,
+    linear,
+    log2,
+    names,
+    power_of_two,
+    space,
+)
 from mpkit.view.views import View, view
+from mpkit.view.words import counted, exponent
 
-__all__ = ["Choice", "Flag", "Range", "Sheet", "Stroke", "Text", "View", "view"]
+__all__ = ["DIFFERENT", "GLYPHS", "LINES", "Choice", "Flag", "Panel", "Range", "Sheet", "Stroke", "Text", "View"]
+__all__ += ["counted", "exponent", "exponents", "fitted", "linear", "log2", "names", "power_of_two", "space", "view"]

@@ -65,7 +65,7 @@ def test_a_run_by_hand(k, alpha, data):
         inside = np.linalg.norm(axes @ gradient) / np.linalg.norm(gradient)
         assert seen["outside"][step] == pytest.approx(np.sqrt(max(0, 1 - inside**2)), abs=1e-6)
         moved = np.linalg.norm(axes @ (weights[step + 1] - weights[step]))
-        assert (moved > 1e-6) == seen["accepted"][step] == (seen["size"][step] > 0)
+        assert (moved > 1e-6) == (seen["size"][step] > 0)
 
 
 def test_what_the_lesson_says_of_stuck_and_freed_runs():
@@ -73,9 +73,9 @@ def test_what_the_lesson_says_of_stuck_and_freed_runs():
     assert descent(k=8).numbers["size"][10] == 0.55
     assert descent(k=8).numbers["outside"][30] > 0.98
     lost = descent(k=2).numbers
-    assert not lost["accepted"][5:].any()
+    assert not lost["size"][5:].any()
     assert lost["losses"][-1] > reduced_path(0).losses[-1]
-    assert descent(k=2, alpha=0.2).numbers["accepted"][30:].any()
+    assert descent(k=2, alpha=0.2).numbers["size"][30:].any()
     moved = reduced_path(0).weights - reduced_path(0).weights.mean(0)
     share = ((moved @ components().T) ** 2).sum(0).cumsum() / (moved**2).sum()
     assert share[2] > 0.99

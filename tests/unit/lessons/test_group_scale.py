@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from mpkit.boost import GroupLossScaleManager
+from mpkit.data import digits
 from mpkit.formats import E5M2, FP32
 from mpkit.lessons.failure import sigmoids
-from mpkit.lessons.group_scale import FORMATS, WAYS, batches, gradient_trace, group_scale, replayed
+from mpkit.lessons.group_scale import FORMATS, WAYS, gradient_trace, group_scale, replayed
 from mpkit.rounding import quantize, round_to
 from mpkit.view.words import words
 
@@ -32,7 +33,7 @@ def trained(depth, way, fmt, start, window, steps):
 
     scales, overflows = [], []
     for step in range(steps):
-        images, labels = batches()[step % 23]
+        images, labels = (t.split(64)[step % 23] for t in digits("train", size=8))
         x = images.flatten(1).clone().requires_grad_()
         for i, group in enumerate(groups):
             x = manager(x, i, i + 1) if i < len(owned) else x
