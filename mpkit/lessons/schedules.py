@@ -48,7 +48,9 @@ def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False,
         "cosine": lr.CosineDecayLR(0.0, rate, span),
         "polynomial": lr.PolynomialDecayLR(rate, 0.0, span, power),
     }
-    chains = {name: lr.WarmUpLR(rate, warmup).then(s, at=warmup) if warmup else s for name, s in found.items()}
+    chains: dict[str, Any] = {
+        name: lr.WarmUpLR(rate, warmup).then(s, at=warmup) if warmup else s for name, s in found.items()
+    }
     curves = {name: schedule(torch.arange(STEPS)).numpy() for name, schedule in chains.items()}
     most = max(float(c.max()) for c in curves.values())  # a decay_rate above 1 makes one of them grow
     top = float(f"{min(max(rate, most), 4 * rate):.3g}")

@@ -35,7 +35,7 @@ from mpkit.blocks import (
 from mpkit.casting import cast_like
 from mpkit.casting.products import recipe_linear, recipe_rule
 from mpkit.casting.recipe import RECIPES
-from mpkit.formats import BF16, E2M1, E4M3FN, E5M2, FP16, FP32, FloatFormat
+from mpkit.formats import BF16, E2M1, E4M3FN, FP16, FP32, FloatFormat
 from mpkit.rounding import round_to, rounding_error, ulp
 
 MX = [fmt for fmt in BLOCK_FORMATS.values() if fmt.name.startswith("mxfp")]
@@ -73,20 +73,12 @@ def expected_byte(amax: float, fmt: BlockFormat, rule: str) -> int:
     return min(max(e + 127 - fmt.element.max_exponent, 0), 254)
 
 
-@given(values=st.lists(finite, min_size=1, max_size=32), fmt=st.sampled_from(MX), rule=st.sampled_from(RULES[:3]))
+@given(values=st.lists(finite, min_size=1, max_size=32), fmt=st.sampled_from(MX), rule=st.sampled_from(RULES))
 def test_scales_follow_the_rule_in_exact_arithmetic(fmt, rule, values):
-    x = torch.tensor(values)
-    q = quantize_blocks(x, replace(fmt, scale_rounding=rule))
-    assert q.scale_codes().tolist() == [expected_byte(float(x.abs().max()), fmt, rule)]
-
-
-@given(values=st.lists(finite, min_size=1, max_size=32), fmt=st.sampled_from(MX))
-def test_rceil_is_the_smallest_scale_that_holds_the_maximum(fmt, values):
-    x = torch.tensor(values)
-    amax = float(x.abs().max())
-    byte = quantize_blocks(x, replace(fmt, scale_rounding="rceil")).scale_codes().item()
-    if amax > 2.0**-100:
-        assert byte == expected_byte(amax, fmt, "rceil")
+    amax = max(map(abs, values))
+    if rule != "rceil" or amax > 2.0**-100:  # the smallest scale of all holds less
+        q = quantize_blocks(torch.tensor(values), replace(fmt, scale_rounding=rule))
+        assert q.scale_codes().tolist() == [expected_byte(amax, fmt, rule)]
 
 
 @given(values=st.lists(finite, min_size=1, max_size=32), fmt=st.sampled_from(MX), rule=st.sampled_from(RULES))
@@ -266,41 +258,23 @@ DENSE = (
 def test_bad_input_is_refused_with_the_way_out():
     x, bits, sparse = torch.randn(4, 32), torch.zeros(4, 32, dtype=torch.uint8), torch.eye(3).to_sparse()
     for wrong, error, words in (
-        (lambda: quantize_blocks(x, E5M2), TypeError, "BlockFormat"),
-        (lambda: quantize_blocks([1.0], MXFP4), TypeError, "a tensor"),
-        (lambda: quantize_blocks(x.int(), MXFP4), TypeError, "float tensor"),
         (lambda: quantize_blocks(x, MXFP4, 2), ValueError, "dim must lie"),
-        (lambda: quantize_blocks(x, MXFP4, "0"), TypeError, "dim must be an int"),
         (lambda: quantize_blocks(torch.tensor(1.0), MXFP4), ValueError, "dim must"),
         (lambda: quantize_blocks(torch.randn(5), FP8_128X128), ValueError, "last two dims"),
         (lambda: quantize_blocks(torch.randn(5, 5, 5), FP8_128X128, 0), ValueError, "reshape it"),
-        (lambda: quantize_blocks(x, MXFP4, mode="nearest"), ValueError, "mode must be"),
-        (lambda: quantize_blocks(x, MXFP4, bits=torch.zeros(4, 32, dtype=torch.uint8)), ValueError, "stochastic"),
-        (lambda: quantize_blocks(x, MXFP4, mode="stochastic", bits=torch.zeros(4, 32)), TypeError, "uint8"),
+        (lambda: quantize_blocks(x, MXFP4, bits=bits), ValueError, "stochastic"),
         (lambda: quantize_blocks(x, MXINT8, mode="stochastic"), ValueError, "nearest even"),
+        (lambda: quantize_blocks(x, MXINT8, mode="stochastic", bits=bits), ValueError, "bits are for"),
         (lambda: BlockFormat("b", FP16), ValueError, "at most 8 bits"),
-        (lambda: BlockFormat("b", "e4m3fn"), TypeError, "FloatFormat"),
-        (lambda: BlockFormat("b", E2M1, 32), TypeError, "two ints"),
         (lambda: BlockFormat("b", E2M1, (0, 32)), ValueError, "at least one row"),
         (lambda: BlockFormat("b", E2M1, scale=FP16), ValueError, "E8M0, E4M3FN or FP32"),
-        (lambda: BlockFormat("b", E2M1, scale=8), TypeError, "E8M0, E4M3FN or FP32"),
         (lambda: BlockFormat("b", E2M1, scale_rounding="nearest"), ValueError, "'floor' or 'ceil'"),
         (lambda: BlockFormat("b", E2M1, scale=FP32, tensor_scale=True), ValueError, "short of range"),
-        (
-            lambda: BlockFormat("b", E2M1, scale=E4M3FN, scale_rounding="4over6_mae_256"),
-            ValueError,
-            "tensor_scale=True",
-        ),
+        (lambda: BlockFormat("b", E2M1, (1, 16), E4M3FN, "4over6_mae_256"), ValueError, "tensor_scale=True"),
         (lambda: E8M0.encode(torch.tensor([3.0])), ValueError, "powers of two"),
-        (lambda: E8M0.decode(torch.tensor([3.0])), TypeError, "integers"),
         (lambda: hadamard(x, 3), ValueError, "dim must lie"),
-        *((lambda o=o: hadamard(o), TypeError, "x must be a float tensor") for o in (x.int(), x > 0, x.cfloat())),
-        *((lambda o=o: round_with_bits(o, E2M1, bits), TypeError, "y is float32") for o in (x.double(), x.half())),
-        *((lambda o=o: round_with_bits(x, E2M1, o), TypeError, "bits are uint8") for o in (x, bits.int())),
         (lambda: round_with_bits(x, FP32, bits), ValueError, "at most 15 fraction bits, fp32 has 23"),
-        (lambda: quantize_blocks(x, MXINT8, mode="stochastic", bits=bits), ValueError, "bits are for"),
         *((lambda f=f: f.decode(torch.tensor([0, 256])), ValueError, f"patterns of {f.name}") for f in (E8M0, INT8)),
-        *((lambda f=f: f.decode(torch.tensor([0, -1])), ValueError, f"patterns of {f.name}") for f in (E8M0, INT8)),
         *((lambda v=v: INT8.encode(torch.tensor([0.5, v])), ValueError, "is not a value of") for v in (2.0, math.nan)),
         *((lambda b=b: IntFormat("x", *b), ValueError, "bits must be") for b in ((1, 0), (8, 9), (8, -1))),
         *((lambda call=call: call(sparse), TypeError, r"need a dense tensor, got a sparse_\w+ one") for call in DENSE),

@@ -25,7 +25,6 @@ from mpkit.formats import (
     FP32,
     FP64,
     OTHER_FORMATS,
-    TF32,
     FloatFormat,
     get_format,
     p3109,
@@ -107,14 +106,6 @@ def test_wide_formats_are_the_machine_s_own(fmt, ints, floats):
     assert same(fmt.decode(torch.from_numpy(bits.astype(np.int64))), values)
     number = ~np.isnan(values)
     assert np.array_equal(fmt.encode(torch.from_numpy(values[number])).numpy(), bits[number].astype(np.int64))
-
-
-def test_tf32_is_the_upper_19_bits_of_a_float32():
-    patterns = torch.arange(2**19)
-    want = (patterns.numpy() << 13).astype(np.uint32).view(np.float32)
-    assert same(TF32.decode(patterns), want)
-    number = ~np.isnan(want)
-    assert torch.equal(TF32.encode(torch.from_numpy(want[number])), patterns[torch.from_numpy(number)])
 
 
 @pytest.mark.parametrize(
@@ -210,6 +201,7 @@ def test_names():
     assert get_format("e8m23") is FP32
     assert get_format("e3m2") is E3M2
     assert get_format("e4m3") != E4M3FN
+    assert get_format("e04m07") == get_format("E4M7")
     assert get_format("binary8p3") == p3109(8, 3)
     assert pickle.loads(pickle.dumps(E4M3FN)) == E4M3FN
     assert repr(FP16) == "FloatFormat(fp16: 1+5+10 bits)"
@@ -217,10 +209,6 @@ def test_names():
 
 def test_default_overflow_rules_are_the_formats_own():
     assert [f.overflow for f in (FP16, E5M2, E4M3FN, E2M1)] == ["inf", "inf", "nan", "saturate"]
-
-
-def test_a_layout_has_one_name():
-    assert get_format("e04m07") == get_format("E4M7")
 
 
 @pytest.mark.parametrize("name", ["", "e9m3", "e1m3", "e5m0", "e5m24", "fp8", "e5m10x", "m10e5"])
@@ -233,30 +221,17 @@ def test_unknown_names_and_widths_are_refused(name):
     ("call", "error", "message"),
     [
         (lambda: get_format(16), TypeError, "asked for by its name"),
-        (lambda: FloatFormat("x", 5.0, 2), TypeError, "widths of a format are ints"),
         (lambda: FloatFormat("x", 11, 51), ValueError, "FP64's 11 and 52"),
         (lambda: FloatFormat("x", 5, 2, "fn"), ValueError, "specials must be"),
-        (lambda: FloatFormat("x", 5, 2, bias=1.0), TypeError, "the bias of a format is an int"),
         (lambda: FloatFormat("x", 5, 2, bias=200), ValueError, "beyond float32"),
         (lambda: FloatFormat("x", 1, 0, "nuz"), ValueError, "no number but zero"),
         (lambda: p3109(16, 3), ValueError, "3 to 15 bits"),
         (lambda: p3109(8, 8), ValueError, "precision must be at most 7"),
-        (lambda: FloatFormat("x", 8, 2, "none"), ValueError, "beyond float32"),
         (lambda: FP32.values(), ValueError, "too many to list"),
-        (
-            lambda: FP16.decode(torch.tensor([1.0])),
-            TypeError,
-            "bit patterns are a tensor of integers, got torch.float32",
-        ),
-        (lambda: FP16.decode([1]), TypeError, "bit patterns are a tensor of integers, got list"),
-        (lambda: FP16.decode(torch.tensor([True])), TypeError, "got torch.bool"),
-        (lambda: FP16.encode("1"), TypeError, "encode takes a number or a tensor, got str"),
-        (lambda: FP16.fields(1.5), TypeError, "integer"),
+        (lambda: FP16.decode(torch.tensor([1.0])), TypeError, "a tensor of integers, got torch.float32"),
         (lambda: FP16.decode(torch.tensor([-1], dtype=torch.int16)), ValueError, "mask them with & 0xffff"),
-        (lambda: FP16.decode(torch.tensor([65536])), ValueError, "are 0 to 0xffff"),
         (lambda: FP16.encode(torch.tensor([1.0]).half()), TypeError, r"call x\.float"),
         (lambda: FP16.encode(torch.tensor([1.0, 0.1])), ValueError, "not a value of fp16; call round_to"),
-        (lambda: FP16.encode(65536.0), ValueError, "not a value of fp16"),
         (lambda: FP16.encode(2.0**-25), ValueError, "not a value of fp16"),
         (lambda: E4M3FN.encode(torch.tensor(torch.inf)), ValueError, "not a value of e4m3fn"),
         (lambda: E2M1.encode(torch.tensor(torch.nan)), ValueError, "not a value of e2m1"),

@@ -2,38 +2,15 @@
 
 import itertools
 import math
-from fractions import Fraction
 
 import gfloat
 import pytest
 import torch
 from gfloat.formats import Domain, Signedness, format_info_p3109
-from oracles import (
-    EXACT_MODES,
-    ML_DTYPES,
-    beside_every_tie,
-    cast,
-    exactly,
-    mismatches,
-    random_patterns,
-)
+from oracles import EXACT_MODES, ML_DTYPES, beside_every_tie, exactly, mismatches, random_patterns
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.formats import (
-    BF16,
-    E2M1,
-    E2M3,
-    E3M2,
-    E4M3FN,
-    E5M2,
-    FP16,
-    FP32,
-    FP64,
-    TF32,
-    FloatFormat,
-    get_format,
-    p3109,
-)
+from mpkit.formats import BF16, E2M1, E3M2, E4M3FN, E5M2, FP16, FP32, FP64, TF32, FloatFormat, get_format, p3109
 from mpkit.rounding import BLOCK, MODES, OVERFLOWS, TOLD, quantize, round_to, ulp
 
 SMALL = list(ML_DTYPES)
@@ -45,15 +22,6 @@ def named(value) -> str:
 
 
 # nearest even, against what we did not write
-
-
-def test_every_fp16_and_bf16_pattern_stays_itself_and_rounds_to_fp8():
-    patterns = torch.arange(2**16).to(torch.uint16)
-    for dtype, fmt in ((torch.float16, FP16), (torch.bfloat16, BF16)):
-        x = patterns.view(dtype).float()
-        assert mismatches(round_to(x, fmt), x) == 0
-        for narrow in (E5M2, E4M3FN, E3M2, E2M3, E2M1):
-            assert mismatches(round_to(x, narrow), cast(x, narrow)) == 0
 
 
 @pytest.mark.parametrize("mode", EXACT_MODES)
@@ -94,9 +62,7 @@ def test_ieee_p3109_in_every_mode_and_overflow_rule(layout, signed, extended):
         return
     fmt = p3109(*layout, signed=signed, extended=extended)
     info = format_info_p3109(
-        *layout,
-        Signedness.Signed if signed else Signedness.Unsigned,
-        Domain.Extended if extended else Domain.Finite,
+        *layout, Signedness.Signed if signed else Signedness.Unsigned, Domain.Extended if extended else Domain.Finite
     )
     x = beside_every_tie(fmt) if fmt.bits < 15 else beside_every_tie(fmt)[::29]
     x = x if signed else x[x >= 0]
@@ -139,34 +105,6 @@ def test_each_rounding_is_told_once():
 # stochastic
 
 
-def stochastic_points(fmt: FloatFormat) -> list[float]:
-    """20 numbers between neighbours: subnormals, around 1, below max, of both signs, near and far from a value."""
-    places = [0.5, 3.5, 1 / fmt.eps - 0.5] if fmt.fraction_bits > 1 else [0.5, 1.5, 1.5]
-    low = [(p + d) * fmt.min_subnormal for p, d in zip(places * 3, [0, 0.25, 0.4, -0.499, 0.499, 0.1, 0.3, -0.2, 0.01])]
-    ones = [s * (1 + fmt.eps * p) for s in (1, -1) for p in (0.001, 0.25, 0.5, 0.9)]
-    top = [s * (fmt.max - 2.0 ** (fmt.max_exponent - fmt.fraction_bits) * p) for s in (1, -1) for p in (0.25, 0.7)]
-    return [x for x in [*low, *ones, *top] if abs(x) < 3e38][:20]
-
-
-@pytest.mark.parametrize("fmt", [FP16, BF16, E5M2, E4M3FN, TF32, E2M1, get_format("e6m21"), E3M2], ids=named)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=named)
-def test_stochastic_rounding_has_the_right_mean(fmt, dtype):
-    draws = 1_000_000 if dtype == torch.float32 else 100_000
-    generator = torch.Generator().manual_seed(11)
-    for point in stochastic_points(fmt):
-        x = torch.full((draws,), point, dtype=dtype)
-        value = x[0].item()
-        below, above = (round_to(x[:1], fmt, mode).item() for mode in ("down", "up"))
-        got = round_to(x, fmt, "stochastic", generator=generator)
-        if below == above:  # the point is a value of the format in float32
-            assert bool((got == value).all())
-            continue
-        ups = int((got == above).sum())
-        assert ups + int((got == below).sum()) == draws
-        share = float((Fraction(value) - Fraction(below)) / (Fraction(above) - Fraction(below)))
-        assert abs(ups - draws * share) <= 4 * math.sqrt(draws * share * (1 - share)), (point, ups, share)
-
-
 @pytest.mark.parametrize("fmt", ALL, ids=named)
 def test_stochastic_rounding_keeps_values_signs_nan_and_overflow(fmt):
     x = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
@@ -185,16 +123,12 @@ def test_stochastic_overflow_is_as_likely_as_the_distance_says():
     assert abs(share - 0.5) < 4 * 0.5 / math.sqrt(100_000)
 
 
-@pytest.mark.parametrize("fmt", [FP16, TF32, E4M3FN, FP64], ids=named)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=named)
-def test_stochastic_rounding_repeats_with_its_generator_and_leaves_the_global_one_alone(fmt, dtype):
-    x = torch.randn(200_001, dtype=dtype)
-    state = torch.get_rng_state()
-    first, second, other = (
-        round_to(x, fmt, "stochastic", generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6)
-    )
-    assert torch.equal(first, second)
-    assert torch.equal(first, other) == (fmt is FP64)
+def test_stochastic_rounding_with_a_generator_leaves_the_global_one_alone():
+    x, state = torch.randn(1001), torch.get_rng_state()
+    seeds = (round_to(x, FP16, "stochastic", generator=torch.Generator().manual_seed(seed)) for seed in (5, 6))
+    assert not torch.equal(*seeds)
+    assert round_to(x.double(), FP64, "stochastic").equal(x.double())  # nothing is left to chance
+    round_to(x, FP16, "stochastic", generator=torch.Generator())
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -202,40 +136,16 @@ def test_stochastic_rounding_repeats_with_its_generator_and_leaves_the_global_on
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("fmt", [FP16, TF32, E4M3FN, FP64, FP32], ids=named)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        lambda x: x,
-        lambda x: x.t(),
-        lambda x: x[::2, 1::3],
-        lambda x: x[:, :1].expand(-1, 5),
-        lambda x: x[0, 0],
-        lambda x: x[:0],
-        lambda x: x.reshape(4, 15, 10, 10).contiguous(memory_format=torch.channels_last),
-        lambda x: x.flatten()[1:],
-    ],
-    ids=["plain", "transposed", "strided", "expanded", "scalar", "empty", "channels_last", "offset"],
-)
-def test_any_shape_and_stride(layout, fmt, mode):
-    x = layout(torch.randn(60, 100, generator=torch.Generator().manual_seed(0)) * 100)
-    before = x.clone()
-
-    def rounded(values, **options):
-        return round_to(values, fmt, mode, generator=torch.Generator().manual_seed(4), **options)
-
-    got = rounded(x)
-    assert (got.shape, got.dtype) == (x.shape, x.dtype)
-    assert torch.equal(x, before)
-    if mode != "stochastic":
-        assert torch.equal(got, rounded(x.clone(memory_format=torch.contiguous_format)))
-    if x.numel() > 1 and x.shape[-1] != 5:
-        assert got.stride() == torch.empty_like(x).stride()
-    for out in (torch.empty_like(x), torch.empty(*x.shape, 2).select(-1, 1), before.clone()):
-        assert rounded(x, out=out) is out
+def test_any_shape_and_stride(mode):
+    x = torch.randn(60, 100, generator=torch.Generator().manual_seed(0)) * 100
+    squares = x.reshape(4, 15, 10, 10).contiguous(memory_format=torch.channels_last)
+    for view in (x.t(), x[::2, 1::3], x[:, :1].expand(-1, 5), x[0, 0], x[:0], squares, x.flatten()[1:]):
+        kept, got = view.clone(), round_to(view, FP16, mode, generator=torch.Generator().manual_seed(4))
+        assert (got.shape, got.dtype) == (view.shape, view.dtype)
+        assert torch.equal(view, kept)
+        out = torch.empty(*view.shape, 2).select(-1, 1)
+        assert round_to(view, FP16, mode, out=out, generator=torch.Generator().manual_seed(4)) is out
         assert torch.equal(out, got)
-    inplace = before.clone()
-    assert torch.equal(rounded(inplace, out=inplace), rounded(before.clone()))
 
 
 @pytest.mark.parametrize("fmt", ALL, ids=named)
@@ -287,21 +197,12 @@ def test_with_out_there_is_little_extra_memory_and_no_host_read(fmt, mode, in_pl
     ("call", "error", "message"),
     [
         (lambda x: round_to(x.half(), FP16), TypeError, r"got torch.float16; call x.float\(\) first"),
-        (lambda x: round_to(x.bfloat16(), FP16), TypeError, "got torch.bfloat16"),
-        (lambda x: round_to(x.long(), FP16), TypeError, "got torch.int64"),
-        (lambda x: round_to(x, torch.float16), TypeError, "fmt is a FloatFormat such as FP16"),
         (lambda x: round_to(x, FP16, "nearest"), ValueError, "mode must be 'nearest_even'"),
         (lambda x: round_to(x, FP16, overflow="clip"), ValueError, "overflow must be 'inf'"),
         (lambda x: round_to(x, FP16, out=x.double()), TypeError, "out must be like x"),
         (lambda x: round_to(x, FP16, out=x[:1]), TypeError, "out must be like x"),
-        (lambda x: round_to(x, FP16, out=[1.0]), TypeError, r"out must be like x, .* got \[1.0\]"),
-        (lambda x: round_to([1.0], FP16), TypeError, r"got list; torch.as_tensor\(x\) makes one"),
-        (lambda x: round_to(1.0, FP16), TypeError, "got float"),
-        (lambda x: round_to(x.numpy(), FP16), TypeError, "got ndarray"),
-        (lambda x: ulp(x.long(), FP16), TypeError, "got torch.int64"),
+        (lambda x: round_to(x.numpy(), FP16), TypeError, r"got ndarray; torch.as_tensor\(x\) makes one"),
         (lambda x: ulp(x.half(), FP16), TypeError, "got torch.float16"),
-        (lambda x: ulp(x, "fp16"), TypeError, "fmt is a FloatFormat"),
-        (lambda x: quantize(x, FP16, "fp16"), TypeError, "grad_fmt is a FloatFormat or None"),
     ],
 )
 def test_errors_say_what_was_needed(call, error, message):
@@ -326,8 +227,6 @@ def test_quantize_in_transforms_rounds_the_tangent_to_the_gradients_format():
         value, tangent = torch.func.jvp(lambda x, g=grad_fmt: quantize(x, FP16, g), (x,), (t,))
         assert torch.equal(value, round_to(x, FP16))
         assert torch.equal(tangent, want)
-    _, tangent = torch.func.jvp(lambda x: quantize(x, FP16, E5M2, "up", "saturate"), (x,), (t,))
-    assert tangent.tolist() == [1.25, 57344.0]
 
 
 def test_quantize_can_be_differentiated_twice():
@@ -340,10 +239,8 @@ def test_quantize_can_be_differentiated_twice():
 def test_round_to_writes_into_a_parameter_and_stops_the_gradient():
     p = torch.nn.Parameter(torch.tensor([1.0001]))
     assert not round_to(p, FP16).requires_grad
-    version = p._version
     assert round_to(p, FP16, out=p) is p
     assert p.item() == 1.0
-    assert p._version > version  # so that autograd notices a value changed under it
     assert p.requires_grad
 
 
@@ -404,21 +301,3 @@ def test_a_view_that_stands_for_negated_memory_is_rounded_as_its_values(mode, fm
     out = torch._neg_view(torch.empty_like(x))
     assert round_to(x, fmt, mode, generator=seeds[2], out=out) is out
     assert torch.equal(out, wanted)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_default_device_is_not_asked(mode):
-    x = torch.linspace(-500, 700, 2**13)
-    with torch.device("meta"):
-        got = round_to(x, E4M3FN, mode)
-    assert got.device == x.device
-    assert got.isfinite().any()
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in tracing
-@pytest.mark.parametrize(("fmt", "overflow"), [(E4M3FN, None), (E2M1, "inf"), (BF16, "nan"), (FP16, "inf")])
-def test_compiled_rounding_takes_a_transposed_tensor(fmt, overflow):
-    x = torch.linspace(-500, 70000, 12).reshape(3, 4)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: quantize(x.T, fmt, fmt, overflow=overflow), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), quantize(x.T, fmt, fmt, overflow=overflow), rtol=0, atol=0, equal_nan=True)

@@ -7,16 +7,7 @@ import pytest
 
 from mpkit.boost.dim_reduce import pca_matrix
 from mpkit.data import digits
-from mpkit.lessons.dim_reduce import (
-    STEPS,
-    DigitsLoss,
-    components,
-    contours,
-    descent,
-    on_plane,
-    reduced_path,
-    tried,
-)
+from mpkit.lessons.dim_reduce import STEPS, DigitsLoss, components, contours, descent, on_plane, reduced_path, tried
 from mpkit.view.words import words
 
 WORDS = words("dim_reduce")

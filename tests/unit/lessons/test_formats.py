@@ -7,17 +7,7 @@ import pytest
 import torch
 
 from mpkit.formats import FP16, get_format
-from mpkit.lessons.formats import (
-    GAPS,
-    NAMES,
-    POWERS,
-    beside,
-    bits,
-    bits_kept,
-    everywhere,
-    format_rows,
-    ranges,
-)
+from mpkit.lessons.formats import GAPS, NAMES, POWERS, beside, bits, bits_kept, everywhere, format_rows, ranges
 from mpkit.view.words import words
 
 WORDS = words("formats")

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from mpkit.formats import FP16, get_format
-from mpkit.lessons.gradients import (
-    FORMATS,
-    KINDS,
-    MOMENTS,
-    SCALES,
-    gradients_of_digits,
-    shares,
-    underflow,
-)
+from mpkit.lessons.gradients import FORMATS, KINDS, MOMENTS, SCALES, gradients_of_digits, shares, underflow
 from mpkit.view.words import words
 
 

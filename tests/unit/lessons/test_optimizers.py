@@ -7,12 +7,7 @@ from torch import nn
 
 from mpkit.data import digits
 from mpkit.formats import BF16, FP16, FP32
-from mpkit.lessons.optimizers import (
-    FORMATS,
-    adam_state,
-    first_adam_step,
-    train_with_state,
-)
+from mpkit.lessons.optimizers import FORMATS, adam_state, first_adam_step, train_with_state
 from mpkit.optimizers import SGD, Adam, Momentum
 from mpkit.step import TrainOneStepCell, WithLossCell
 from mpkit.view.words import words

@@ -10,16 +10,7 @@ import torch
 from mpkit.blocks import E8M0, MXFP4, NVFP4, hadamard, quantize_blocks
 from mpkit.casting import RECIPES as LINEAR
 from mpkit.experiment.statistics import paired
-from mpkit.lessons.recipes import (
-    RECIPES,
-    SPIKE,
-    TENSORS,
-    block_format,
-    blocks,
-    delayed,
-    load_recipes,
-    trained,
-)
+from mpkit.lessons.recipes import RECIPES, SPIKE, TENSORS, block_format, blocks, delayed, load_recipes, trained
 from mpkit.policies import tensor_scale_preset
 from mpkit.replay import replay_tensor_scales
 from mpkit.view import quiz
@@ -100,22 +91,15 @@ def test_what_the_lesson_on_blocks_says():
 # ---- *Three products*
 def test_what_three_products_says_of_the_recorded_trainings():
     data = load_recipes()
-    end, losses = data["end"].astype(float), data["losses"].astype(float)
+    end = data["end"].astype(float)
     assert data["names"] == ["float32", *RECIPES]
     assert all(gap.low < 0 < gap.high for gap in (paired(list(one - end[0])) for one in end[1:]))
     assert (np.abs((end[1:] - end[0]).mean(1)) < np.ptp(end[0])).all()
     assert WORDS["predict"]["apart"]["right"] == "b"
-    apart, noise = (losses[1:] - losses[0]).mean(1), np.ptp(losses[0], axis=0)
-    clear = np.abs(apart) > noise
-    assert (apart[clear] < 0).all()
-    assert clear[:, 5].all()  # step 60
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gaps_of_a_recipe(recipe):
-    data = load_recipes()
-    i = data["names"].index(recipe)
-    np.testing.assert_allclose(trained(recipe=recipe).numbers["gap"], data["end"][i].astype(float) - data["end"][0])
+def test_operands_that_a_recipe_does_not_cast_are_told(recipe):
     high = [row["operand"] for row in trained(recipe=recipe).table() if row["flushed"] == "not cast"]
     assert sorted(high) == (["wgrad.grad", "wgrad.input"] if recipe.endswith("weight gradient high") else [])
 

@@ -5,14 +5,7 @@ import pytest
 import torch
 
 from mpkit.formats import FP16
-from mpkit.lessons.rounding import (
-    NARROW,
-    added,
-    kahan_add,
-    modes,
-    totals,
-    updates,
-)
+from mpkit.lessons.rounding import NARROW, added, kahan_add, modes, totals, updates
 from mpkit.rounding import round_to
 from mpkit.view.words import words
 
