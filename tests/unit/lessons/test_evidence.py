@@ -42,13 +42,9 @@ def test_the_verdict_and_the_place_of_birth(given):
     place = "" if born is None else "gradient of " * born.backward + born.name
     assert (seen["report"].verdict, place) == BORN[given]
     assert not any(stop.bad for stop in seen["stops"][: seen["born"]])
-    assert seen["report"].max_scale == (
-        2.0 ** (127 if dtype == "bfloat16" else 20)
-        if training == "A"
-        else 2.0**127
-        if BORN[given][0] == "healthy"
-        else None
-    )
+    largest = 2.0**20 if (training, dtype) == ("A", "float16") else 2.0**127
+    works = BORN[given][0] in ("healthy", "scale_too_high")
+    assert seen["report"].max_scale == (largest if works else None)
 
 
 def test_the_way_shows_what_was_reached_and_nothing_else():
@@ -118,10 +114,8 @@ def test_answers_a_second_way():
     trace = load_run("growing_activations")
     assert asked["finite"] == int((trace.overflow & np.isfinite(trace.loss)).sum())
     assert asked["cure"] == recommend(load_run("resnet_digits")).dtype
-    assert (
-        asked["megatron"]
-        == replay(load_run("mlp_digits"), preset("megatron", initial_scale=2.0**24)).iloc[0]["skipped"]
-    )
+    late = replay(load_run("mlp_digits"), preset("megatron", initial_scale=2.0**24)).iloc[0]["skipped"]
+    assert asked["megatron"] == late
     every = ridden([2.0**60 if i % 25 else 0.0 for i in range(1, 200)], 2.0**30, 2, asked["window"])
     assert (np.diff(every) <= 0).all()
     assert (np.diff(ridden([2.0**60 if i % 25 else 0.0 for i in range(1, 200)], 2.0**30, 2, 24)) > 0).any()
