@@ -229,9 +229,8 @@ def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
     panel.text("asked for", 19.4, asked, anchor="end", dy=-14, color="own", halo=True)
     seen = [f"{norms[o][exponent]:.3g}" for o in ORDERS]
     see.say(
-        f"Scale 2^{exponent}, {parts} micro-batches, clipping to the norm {max_norm:.3g}. The optimizer gets a gradient "
-        f"of norm {seen[0]} in the right order, {seen[1]} when clipping comes first, and "
-        f"{seen[2]} when each micro-batch is unscaled. The last one has a cosine of {cosines[ORDERS[2]]:.2f} with the "
-        "right one.",
+        f"Scale 2^{exponent}, {parts} micro-batches, clipping to the norm {max_norm:.3g}. The optimizer gets the norm "
+        f"{seen[0]} in the right order, {seen[1]} when clipping comes first, and {seen[2]} when each micro-batch "
+        f"is unscaled. The last one has a cosine of {cosines[ORDERS[2]]:.2f} with the right one.",
         norms=norms, cosines=cosines,
     )  # fmt: skip
