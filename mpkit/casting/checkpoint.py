@@ -20,20 +20,15 @@ from mpkit.casting.mode import LOCAL, running
 _WITHOUT_REENTRANCE = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 
 
-class Carried:
-    """A function that computes by the rule of this moment whenever it is called."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.state = LOCAL.rule, LOCAL.module
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        with running(*self.state):
-            return self.function(*args, **kwargs)
-
-
 def _carrying(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function if LOCAL.rule is None or isinstance(function, Carried) else Carried(function)
+    """A function that computes by the rule of this moment whenever it is called."""
+    rule, module = LOCAL.rule, LOCAL.module
+
+    def carried(*args: object, **kwargs: object) -> Any:
+        with running(rule, module):
+            return function(*args, **kwargs)
+
+    return function if rule is None else carried
 
 
 _name = next(name for name in _WITHOUT_REENTRANCE if hasattr(torch_checkpoint, name))

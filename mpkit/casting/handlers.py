@@ -203,26 +203,17 @@ def norm_with_statistics(low: Target) -> Handler:
 
 
 @cache
-def layer_norm_in_float32(low: Target) -> Handler:
-    """A protected layer norm: the kernel computes in float32 and rounds once to the precision of its input.
+def norm_in_float32(low: Target, rounds: bool) -> Handler:
+    """A protected norm: the kernel computes in float32 on the input as it comes, the result is cast to `low`.
 
-    Its gamma and beta are rounded to that, as MindSpore 2.7 was seen to do at O2 too.
+    With `rounds`, as a layer norm, gamma and beta take the precision of the input, as MindSpore 2.7 was seen to do at
+    O2 too; else, as a batch norm, parameters and statistics are used as they are.
     """
 
     def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         computes(WIDE)
-        return cast(call(partial(func, args[0]), args[1:], kwargs, precision(args[0])), low)
-
-    return run
-
-
-@cache
-def batch_norm_in_float32(low: Target) -> Handler:
-    """A protected batch norm: float32 parameters and statistics on the input as it comes, the result in `low`."""
-
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        computes(WIDE)
-        return cast(func(*args, **kwargs), low)
+        own = call(partial(func, args[0]), args[1:], kwargs, precision(args[0])) if rounds else func(*args, **kwargs)
+        return cast(own, low)
 
     return run
 

@@ -139,7 +139,7 @@ class Ledger:
 
     def see(self, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function that reached torch: a part of the open operation, or an operation of its own."""
-        if LOCAL.quiet or func.__name__ == "__get__":
+        if self not in LOCAL.books or func.__name__ == "__get__":
             return func(*args, **kwargs)
         if self._row is not None:
             return self._part(self._row, func, args, kwargs)
@@ -150,7 +150,7 @@ class Ledger:
 
     def record(self, func: ops.Function, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do `run(args, kwargs)`, which is the operation `func`, and write it down."""
-        if self._row is not None or LOCAL.quiet or not self._path:
+        if self._row is not None or not self._path:
             return run(args, kwargs)
         row = self._row = Operation(self.where, func.__name__, _names(float_tensors((args, kwargs))))
         if self.count:
@@ -287,7 +287,7 @@ def _in_float64(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any
     if func.__name__ in ops.IN_PLACE or "." in func.__name__ or kwargs.get("generator") is not None:
         return None
     devices = [*{x.device for x in float_tensors((args, kwargs)) if x.is_cuda}]
-    outer, LOCAL.quiet = LOCAL.quiet, True
+    books, LOCAL.books = LOCAL.books, ()
     try:
         # copies of float64 too, since a norm writes its running statistics
         options = {name: value for name, value in kwargs.items() if name not in ("out", "inplace")}
@@ -300,7 +300,7 @@ def _in_float64(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any
     except (RuntimeError, TypeError, ValueError):  # no float64 kernel
         return None
     finally:
-        LOCAL.quiet = outer
+        LOCAL.books = books
 
 
 def _float64_copy(x: Tensor) -> Tensor:

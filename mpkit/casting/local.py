@@ -16,8 +16,7 @@ class _Local(threading.local):
         self.module: nn.Module | None = None
         self.products = 0  # how many the layer under a recipe has begun
         self.on = False  # whether a CastMode sees the operations
-        self.books: tuple[Any, ...] = ()  # open ledgers
-        self.quiet = False  # whether books are told nothing, since a cast is being made
+        self.books: tuple[Any, ...] = ()  # open ledgers; none while a cast is being made
         # id of a parameter -> itself; (id, target) -> a state of it and, from the second use on, its cast then
         self.kept: dict[object, Any] = {}
         self.given: list[tuple[Tensor, Tensor]] = []  # inputs of the network: (cast, as they came)

@@ -11,7 +11,8 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,31 +72,22 @@ def target_of(dtype: object, grad_dtype: FloatFormat | None = None, also: tuple[
 _STATISTICS, _FILLS, _IN_STEPS = (LISTS["aten"][kind] for kind in ("statistics", "fills", "in_steps"))
 
 
-class _Facts(NamedTuple):
-    """What the schema of an operator says, and its name."""
-
-    views: bool
-    writes: tuple[tuple[int, str], ...]  # place and name of what it writes into
-    promotes: bool
-    statistics: bool  # gives them after its first result, in float32 at every precision
-    fills: bool
-    steps: bool  # its 16-bit kernel rounds between its steps
-
-
 @cache
-def _facts(func: Any) -> _Facts:
+def _facts(func: Any) -> SimpleNamespace:
+    """What the schema of an operator says, and its name."""
     schema = func._schema  # torch's own subclasses read it; there is no public way to ask what an operator writes into
     name = schema.name.split("::")[1]
     views = bool(schema.returns) and schema.returns[0].alias_info is not None
     writes = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_write)
-    return _Facts(
-        views,
-        writes,
-        torch.Tag.pointwise in func.tags or name in ("cat", "stack"),
-        # a backward gives gradients after its first result; those of a batch norm are of its float32 parameters
-        name.startswith(_STATISTICS) and ("batch_norm" in name or not name.endswith("_backward")),
-        name.startswith(_FILLS),
-        name.startswith(_IN_STEPS) and not views and not writes,
+    return SimpleNamespace(
+        views=views,
+        writes=writes,  # place and name of what it writes into
+        promotes=torch.Tag.pointwise in func.tags or name in ("cat", "stack"),
+        # statistics after the first result, in float32 at every precision. A backward gives gradients there; those of a
+        # batch norm are of its float32 parameters
+        statistics=name.startswith(_STATISTICS) and ("batch_norm" in name or not name.endswith("_backward")),
+        fills=name.startswith(_FILLS),
+        steps=name.startswith(_IN_STEPS) and not views and not writes,  # its 16-bit kernel rounds between its steps
     )
 
 

@@ -61,19 +61,13 @@ class CastMode(TorchFunctionMode):
         handler = None if rule is None else rule.handlers.get(name, rule.default)
         if handler is not None and handler is rule.default and hasattr(func, "overloadpacket"):
             handler = None  # a kernel, as a compiled graph consists of: the graph holds its casts
-        if LOCAL.books and rule is not None and name not in COMPOSED:
-            return _recorded(func, handler or as_is, args, kwargs or {})
-        if handler is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return handler(func, args, kwargs or {})
-
-
-def _recorded(func: Function, handler: Handler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Done, and told to every open ledger."""
-    run: Callable[..., Any] = partial(handler, func)
-    for book in LOCAL.books:
-        run = partial(book.record, func, run)
-    return run(args, kwargs)
+        run: Callable[..., Any] = handler or as_is
+        if LOCAL.books and rule is not None and name not in COMPOSED:  # told to every open ledger
+            run = partial(run, func)
+            for book in LOCAL.books[:-1]:
+                run = partial(book.record, func, run)
+            return LOCAL.books[-1].record(func, run, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
 
 def as_is(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,15 +124,15 @@ def call(func: Function, args: Any, kwargs: dict[str, Any], target: Target) -> A
 
 def _told(x: Tensor, target: Target) -> Tensor:
     """A cast that open ledgers are told of; they see no operation of which it is made."""
-    outer, LOCAL.quiet = LOCAL.quiet, True
+    books, LOCAL.books = LOCAL.books, ()
     try:
         y = convert(x, target)
         if y is not x:
-            for book in LOCAL.books:
+            for book in books:
                 book.note_cast(x, y)
         return y
     finally:
-        LOCAL.quiet = outer
+        LOCAL.books = books
 
 
 class _Again(torch.autograd.Function):

@@ -81,23 +81,20 @@ def _on_tensors() -> frozenset[Function]:
 
 # --- kinds of functions, by name: what each is stands beside its list -------------------------------------------------
 
-_KINDS = {kind: frozenset(names) for kind, names in LISTS["kinds"].items()}
+KINDS = {kind: frozenset(names) for kind, names in LISTS["kinds"].items()}
 # x.add_(y), x += y, x[i] = y: the tensor written into keeps its dtype, so it decides
-IN_PLACE = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} | _KINDS["in_place"]
-CONVERSIONS = _KINDS["conversions"]
+IN_PLACE = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} | KINDS["in_place"]
+CONVERSIONS = KINDS["conversions"]
 _FILLERS = {name for name, function in vars(torch.nn.init).items() if callable(function)}
-LEFT_ALONE = CONVERSIONS | _KINDS["describes"] | _FILLERS
-MAY_VIEW = names_of(*_KINDS["views"]) | {"__getitem__"}
-EXACT = MAY_VIEW | names_of(*_KINDS["moves"])
-FILLS_WITH_NUMBERS = names_of(*_KINDS["fills"])
-CONVOLUTIONS = _KINDS["convolutions"]
+LEFT_ALONE = CONVERSIONS | KINDS["describes"] | _FILLERS
+MAY_VIEW = names_of(*KINDS["views"]) | {"__getitem__"}
+EXACT = MAY_VIEW | names_of(*KINDS["moves"])
+FILLS_WITH_NUMBERS = names_of(*KINDS["fills"])
+CONVOLUTIONS = KINDS["convolutions"]
 PRODUCT_WITH_BIAS = CONVOLUTIONS | {"linear"}  # signature (input, weight, bias=None, ...)
-SUM_WITH_PRODUCT = _KINDS["sum_with_product"]
-RECURRENT = _KINDS["recurrent"]
-WITH_STATISTICS = _KINDS["with_statistics"]
-MADE_OF_PRODUCTS = names_of(*_KINDS["made_of_products"])
-OF_ONE_DTYPE = MADE_OF_PRODUCTS | names_of(*_KINDS["of_one_dtype"])
-WRITTEN_BESIDE = _KINDS["written_beside"] | _KINDS["weighted_losses"]
+MADE_OF_PRODUCTS = names_of(*KINDS["made_of_products"])
+OF_ONE_DTYPE = MADE_OF_PRODUCTS | names_of(*KINDS["of_one_dtype"])
+WRITTEN_BESIDE = KINDS["written_beside"] | KINDS["weighted_losses"]
 
 
 def opened(function: FunctionType) -> Function:

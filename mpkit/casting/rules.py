@@ -75,10 +75,10 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
         (ops.IN_PLACE, do.written_as_it_is),
         (ops.MAY_VIEW - {"unflatten"}, do.viewed(low)),
         # torch refuses several dtypes here, so its promotion decides nothing
-        (ops.OF_ONE_DTYPE | ops.RECURRENT, do.computed(low)),
+        (ops.OF_ONE_DTYPE | ops.KINDS["recurrent"], do.computed(low)),
         (ops.WRITTEN_BESIDE, do.written),
         (ops.PRODUCT_WITH_BIAS, do.product_then_bias(low, low, None)),
-        (ops.WITH_STATISTICS, do.norm_with_statistics(low)),
+        (ops.KINDS["with_statistics"], do.norm_with_statistics(low)),
         (("rms_norm",) if isinstance(low, Emulated) else (), do.rounded_once(low)),
         (ops.names_of("matrix_exp"), do.rounded_once(low)),  # in 16 bits torch's overflows
         (("embedding", "embedding_bag"), do.delivered_in(low)),
@@ -89,14 +89,14 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
 @rule
 def recurrent(low: Target) -> Rule:
     """A recurrent layer of torch's, which compares the dtypes of input and weights: its kernel takes all in `low`."""
-    return Rule(table((ops.RECURRENT, do.recurrent_kernel(low))), None, WIDE)
+    return Rule(table((ops.KINDS["recurrent"], do.recurrent_kernel(low))), None, WIDE)
 
 
 @rule
 def protected(low: Target, entry: Target | None) -> Rule:
     """A black-listed module: everything in float32, a norm of torch's straight from its low input in one kernel."""
-    norms = (ops.WITH_STATISTICS, do.batch_norm_in_float32(low)), (("layer_norm",), do.layer_norm_in_float32(low))
-    return Rule(table(*norms), None, entry, True)
+    norms = (ops.KINDS["with_statistics"], False), (("layer_norm",), True)
+    return Rule(table(*((names, do.norm_in_float32(low, rounds)) for names, rounds in norms)), None, entry, True)
 
 
 # --- MindSpore's O1 ---------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def white_operators(low: Target, operators: frozenset[str], entry: Target | None
     if "matmul" in operators:  # a listed product is also inside these, which torch runs as one
         parts += [
             (("linear",), do.product_then_bias(low, WIDE, WIDE)),
-            (ops.SUM_WITH_PRODUCT, do.product_then_sum(low)),
+            (ops.KINDS["sum_with_product"], do.product_then_sum(low)),
             (ops.MADE_OF_PRODUCTS, do.computed(low, WIDE)),
         ]
     return Rule(table(*parts, (ops.CONVOLUTIONS & white, do.product_then_bias(low, WIDE, WIDE))), None, entry)
@@ -149,7 +149,7 @@ def listed(name: str, low: Target, entry: Target | None = None) -> Rule:
         (ops.COMPOSED_OF_LISTED, do.looks_inside),
         (products, compute(low)),
         # a recurrent kernel is many listed products
-        (ops.RECURRENT, compute(low) if entry is None else do.recurrent_kernel(low)),
+        (ops.KINDS["recurrent"], compute(low) if entry is None else do.recurrent_kernel(low)),
         (ops.names_of(*lists["wide"], *lists.get("made_of_wide", ())), compute(WIDE)),
         (ops.names_of(*lists["promoted"]), do.promoted),
         *_OWN[name](low),
@@ -175,12 +175,18 @@ def _torch(low: Target) -> Iterable[Part]:
     yield (*lists["kernels_wide"], Tensor.__rtruediv__.__name__), wide  # 1 / x is a reciprocal
     yield (torch.linalg.cross.__name__,), as_is  # one operator elsewhere, but not on this list
     yield ("interpolate",), do.unless(_averages, wide)
+    yield ("sum_to_size",), do.unless(_has_size, wide)
     # with a single number it is a product like any other, whose dtype a single number does not decide
     yield ("inner",), do.unless(lambda *given: any(x.dim() == 0 for x in float_tensors(given)), do.promoted)
 
 
 def _averages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (args[3] if len(args) > 3 else kwargs.get("mode", "nearest")) == "area"  # an average pool
+
+
+def _has_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    size = args[1:] if isinstance(args[1], int) else args[1]
+    return bool(size) and args[0].shape == tuple(size)  # it comes back as it is; to () it is summed
 
 
 def _apex(low: Target) -> Iterable[Part]:
