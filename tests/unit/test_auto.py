@@ -56,11 +56,9 @@ def test_every_key_is_read_in_its_section_and_checked(name: str) -> None:
     ("args", "message"),
     [
         (("O7",), r"no level 'O7'; did you mean 'O.'\? Valid: O0, O1, O2"),
-        ((None,), "no level None. Valid"),
         (("O1", {"boost": {"mode": "AUTO"}}), "no mode 'AUTO'; did you mean 'auto'"),
         (("O1", {"bost": {}}), "no section 'bost'; did you mean 'boost'"),
         (("O1", {"less_bn": {"fnflag": True}}), "no key 'fnflag'; did you mean 'fn_flag'"),
-        (("O1", {"boost": {"lessbn": True}}), "no key 'lessbn'; did you mean 'less_bn'"),
         (("O1", {"boost": {"mode": "manual", "less_bn": "on"}}), "section boost: less_bn must be True or False"),
     ],
 )
@@ -84,7 +82,6 @@ def test_what_has_no_effect_is_listed_with_the_reason() -> None:
     quiet = AutoBoost("O0", {"boost": {"less_bn": True}, "grad_freeze": {"param_groups": 3}})
     assert reasons(quiet)["boost.less_bn"] == "mode 'auto' does not read flags; use 'manual'"
     assert reasons(quiet)["section grad_freeze"] == "grad_freeze is off at level O0 in mode 'auto'"
-    assert reasons(AutoBoost("O1")) == {}
     assert "takes the freeze path first" in reasons(AutoBoost("O2", faithful=True))["adasum"]
 
 

@@ -154,9 +154,6 @@ def test_a_model_trains_and_evaluates_with_boost(options: dict[str, Any]) -> Non
         "grad_accumulation": {"grad_accumulation_step": 2},
     }
     model = Model(net, nn.CrossEntropyLoss(), optimizer, metrics={"acc"}, boost_level="O1", **options)
-    assert type(model.train_network) is (
-        BoostTrainOneStepWithLossScaleCell if len(options) > 1 else BoostTrainOneStepCell
-    )
     labels = torch.arange(8) % 2
     images = torch.randn(8, 1, 8, 8) + labels.view(-1, 1, 1, 1).float() * 2
     model.train(30, [(images, labels)])
@@ -212,7 +209,7 @@ def test_a_failed_pass_leaves_nothing_frozen() -> None:
     cell, (x, y) = boosted_resnet()
     cell(x, y)
     place = cell.optimizer.step_index
-    assert cell.optimizer.strategy[place] > 0
+    assert cell.optimizer.index > 0
     with pytest.raises(RuntimeError, match="size"):
         cell(x[:, :2], y)
     assert all(p.requires_grad for p in cell.network.parameters())

@@ -78,15 +78,6 @@ def test_a_loss_that_is_not_finite_shrinks_the_last_group() -> None:
     torch.testing.assert_close(net.manager.scales, 64 * torch.tensor([1.0, SHRINK]), rtol=1e-6, atol=0)
 
 
-def test_groups_can_come_after_construction_and_the_object_is_its_own_update_cell() -> None:
-    manager = GroupLossScaleManager(4096, [])
-    assert manager.get_loss_scale() == 4096
-    assert manager.get_update_cell() is manager
-    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    manager.loss_scale_groups = [[weights[0]], [weights[1]]]
-    assert manager.table.tolist() == [1.0, 4096.0, 4096.0, 1.0]
-
-
 def test_the_scales_travel_in_the_state_and_stay_float32_when_the_network_is_cast() -> None:
     net, _ = chain(2, init=4096.0)
     net.manager.update_loss_scale_status(1, GROWTH)
