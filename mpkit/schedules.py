@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from mpkit.arguments import Checked, check_count, check_float, check_kind, check_number, is_number, is_whole
+from mpkit.arguments import Checked, check_count, check_float, check_kind, check_number, is_whole
 
 __all__ = [
     "Chained", "CosineDecayLR", "ExponentialDecayLR", "InverseDecayLR", "LearningRateSchedule", "ListedLR",
@@ -63,9 +63,7 @@ class LearningRateSchedule:
     def __call__(self, step: At) -> At:
         if isinstance(step, Tensor):
             return torch.as_tensor(self.rate(step.double()), dtype=torch.float64, device=step.device).float()
-        if not is_number(step):
-            raise TypeError(f"a step is a number or a tensor, got {step!r:.80}; for many pass torch.as_tensor(steps)")
-        return self.number(int(step) if is_whole(step) else float(step))
+        return self.number(int(step) if is_whole(step) else check_number("step", step, low=-math.inf))
 
     def rate(self, at: Tensor) -> At:
         """Steps as a float64 tensor -> their rates."""
@@ -216,7 +214,6 @@ class WarmUpLR(Checked, LearningRateSchedule):
 
 
 def _listed(name: str, values: Iterable[float]) -> tuple[float, ...]:
-    check_kind(name, values, Iterable, "a list of rates")
     if not (rates := tuple(check_number("a learning rate", rate) for rate in values)):
         raise ValueError("a list of learning rates needs at least one entry")
     return rates
@@ -260,16 +257,11 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
     >>> piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01])
     [0.1, 0.1, 0.05, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01, 0.01]
     """
-    for name, value in (("milestone", milestone), ("learning_rates", learning_rates)):
-        check_kind(name, value, (list, tuple), "a list")
-    if len(milestone) != len(learning_rates):
-        raise ValueError(f"need one rate per milestone, got {len(milestone)} milestones, {len(learning_rates)} rates")
     rates: list[float] = []
-    for step, rate in zip(milestone, learning_rates):
-        step = _counted("milestone", step)
-        if step < len(rates):
+    for step, rate in zip(milestone, learning_rates, strict=True):
+        if (end := _counted("milestone", step)) < len(rates):
             raise ValueError(f"milestones must not decrease, got {list(milestone)}")
-        rates += [check_float("learning_rates", rate, low=-math.inf)] * (step - len(rates))
+        rates += [check_float("learning_rates", rate, low=-math.inf)] * (end - len(rates))
     return rates
 
 

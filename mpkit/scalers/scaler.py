@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import Count, check_alike, check_count, check_number, checked, is_number
+from mpkit.arguments import Count, check_alike, check_count, check_number, checked
 from mpkit.policies import ScaleHistory, ScalePolicy, preset
 
 from .scale import Face, Scale
@@ -22,7 +22,7 @@ Nest = TypeVar("Nest")
 
 def checked_scale(name: str, value: float) -> float:
     """A number >= 1; NaN is one, as in MindSpore. Raises TypeError or ValueError."""
-    if is_number(value) and math.isnan(value):
+    if isinstance(value, float) and math.isnan(value):
         return value
     return check_number(name, value, low=1.0, closed_high=True)
 
@@ -152,7 +152,8 @@ class DynamicLossScaler(LiveScaler):
     """
 
     @checked
-    def __init__(self, scale_value: AtLeast1, scale_factor: Count, scale_window: Count) -> None:
+    def __init__(self, scale_value: AtLeast1, scale_factor: Count, scale_window: int) -> None:
+        check_count("scale_window", scale_window)
         # the first scale of the rule is not looked at: it moves any
         rule = preset("mindspore_scaler", scale_value=1.0, scale_factor=scale_factor, scale_window=scale_window)
         super().__init__(Scale(rule, torch.tensor(scale_value, dtype=torch.float32)))
