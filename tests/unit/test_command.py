@@ -1,7 +1,6 @@
 """The command `mpkit`: subcommands are found and refused, and lessons are copied without touching a reader's work."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import runpy
@@ -132,37 +131,27 @@ def test_jupyterlab_gets_every_other_word_and_replaces_the_process(lessons, tmp_
     assert calls[1][4:7] == ["--no-browser", "--port", "8899"]
 
 
-@pytest.fixture
-def fork():
-    spec = importlib.util.spec_from_file_location("fork", ROOT / ".ci" / "fork.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_one_command_points_every_address_to_a_fork_and_back(fork, tmp_path):
-    def read(folder):
-        return [(folder / name).read_text("utf-8") for name in fork.FILES if (folder / name).exists()]
-
-    for name in fork.FILES:
+def test_one_command_points_every_address_to_a_fork_and_back(tmp_path):
+    fork = runpy.run_path(str(ROOT / ".ci" / "fork.py"))
+    files, point = fork["FILES"], fork["fork"]
+    for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
-    before = read(tmp_path)
-    owner, repo = fork.address(ROOT)
-    assert fork.fork("ada", "fp-16.kit", tmp_path) == list(fork.FILES)
-    text = "".join(read(tmp_path))
+    before = [(tmp_path / name).read_text("utf-8") for name in files]
+    owner, repo = fork["address"](ROOT)
+    assert [point("ada", "fp-16.kit", tmp_path) for _ in "ab"] == [list(files), []]
+    text = "".join((tmp_path / name).read_text("utf-8") for name in files)
     assert f"{owner}/{repo}" not in text
     assert text.count("ada/fp-16.kit") == "".join(before).count(f"{owner}/{repo}") >= 8
-    assert fork.fork("ada", "fp-16.kit", tmp_path) == []
-    fork.fork(owner, repo, tmp_path)
+    point(owner, repo, tmp_path)
     for words in (("ada/x", "mpkit"), ("ada", ""), ("-ada", "mpkit")):
         with pytest.raises(ValueError, match="as GitHub has them"):
-            fork.fork(*words, tmp_path)
-    assert read(tmp_path) == before
-    (tmp_path / fork.FILES[-1]).unlink()  # one that lacks a file writes none
+            point(*words, tmp_path)
+    assert [(tmp_path / name).read_text("utf-8") for name in files] == before
+    (tmp_path / files[-1]).unlink()  # one that lacks a file writes none
     with pytest.raises(FileNotFoundError):
-        fork.fork("ada", "mpkit", tmp_path)
-    assert read(tmp_path) == before[:-1]
+        point("ada", "mpkit", tmp_path)
+    assert [(tmp_path / name).read_text("utf-8") for name in files[:-1]] == before[:-1]
 
 
 def test_what_travels_in_the_wheel_is_written_over_nobodys_work(tmp_path):

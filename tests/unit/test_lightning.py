@@ -39,30 +39,21 @@ def test_bf16_mixed_with_clipping_trains_as_by_hand(kind, clip, tmp_path):
         def configure_optimizers(self):
             return MAKERS[kind](list(self.net.parameters()))
 
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision="bf16-mixed",
-        gradient_clip_val=0.5,
-        gradient_clip_algorithm=clip,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    clipping = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": clip}
+    where = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
+    trainer = lightning.Trainer(precision="bf16-mixed", max_epochs=1, **off, **clipping, **where)
     trainer.fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))
 
     params = list(by_hand.parameters())
     optimizer = MAKERS[kind](params)
-    clipping = nn.utils.clip_grad_norm_ if clip == "norm" else nn.utils.clip_grad_value_
+    clip_ = nn.utils.clip_grad_norm_ if clip == "norm" else nn.utils.clip_grad_value_
     for x, y in batches:
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = nn.functional.mse_loss(by_hand(x), y)
         loss.backward()
-        clipping(params, 0.5)
+        clip_(params, 0.5)
         optimizer.step()
     for trained, want in zip(net.parameters(), params):
         assert torch.equal(trained, want)
