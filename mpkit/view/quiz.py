@@ -139,10 +139,8 @@ def judged(task: Mapping[str, Any], function: Callable[..., Any]) -> tuple[bool 
             return None, f"Write it yourself: {task['ask']}"
         got = alone(found, expected)
         if not same(got, expected, precision(found, task.get("rel", 1e-9)), strict=True):
-            both = [_shown(expected), _shown(got)]
-            both = both if both[0] != both[1] else [repr(expected), repr(got)]  # they differ in later digits
             none = ", as a function without return does" if got is None else ""
-            return False, f"Not yet. {call} must give {both[0]}, and gave {both[1]}{none}. {task['hint']}"
+            return False, f"Not yet. {call} must give {_shown(expected)}, and gave {_shown(got)}{none}. {task['hint']}"
     return True, f"Right, in all {len(task['cases'])} cases. {task['right']}"
 
 
@@ -156,7 +154,7 @@ def _shown(value: object) -> str:
     value = plain(value)
     if isinstance(value, list):
         return "[" + ", ".join(map(_shown, value)) + "]"
-    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+    return f"{value:.10g}" if isinstance(value, float) else repr(value)
 
 
 def on_screen(figures: object) -> Any:
