@@ -114,6 +114,20 @@ def modules() -> Iterator[Case]:
             yield Case(f"{info.name}[{i}]", lambda i=i, make=make: make(i))
 
 
+def vision() -> Iterator[Case]:
+    """torchvision's classification networks without weights."""
+    declare_operators()
+    import torchvision.models as zoo
+
+    for name in ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5", "densenet121"):
+
+        def make(name: str = name) -> Any:
+            torch.manual_seed(0)
+            return zoo.get_model(name, num_classes=4).eval(), (torch.rand(2, 3, 64, 64),), {}
+
+        yield Case(name, make)
+
+
 _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 
@@ -162,7 +176,7 @@ def language() -> Iterator[Case]:
         yield Case(name, make)
 
 
-SOURCES = {"modules": modules, "operators": operators, "language": language}
+SOURCES = {"modules": modules, "operators": operators, "vision": vision, "language": language}
 
 
 # --- one case -----------------------------------------------------------------------------------------------------
