@@ -104,7 +104,7 @@ def sweep(
     frame = replay(trace, [swept(i, f, w, min_scale) for i, f, w in grid], fmt=fmt, scales=False, device=device)
     order = frame.pop("policy").astype(int)
     for position, (name, values) in enumerate(zip(columns, zip(*grid))):
-        frame.insert(position, name, np.array(values, dtype=int if name == "window" else float)[order])
+        frame.insert(position, name, np.array(values, dtype=None if name == "window" else float)[order])
     return frame
 
 
