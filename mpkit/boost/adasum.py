@@ -24,7 +24,7 @@ EPS_PER_RANK = 1e-12
 
 def adasum_coefficients(a: Tensor, b: Tensor, *, eps: float = 2 * EPS_PER_RANK) -> Tensor:
     """The two weights of the pair formula, (2,) in the wide dtype of `adasum_pair`."""
-    return _coefficients(_products(a.reshape(-1), b.reshape(-1)), eps)
+    return _coefficients(_products(a.flatten(), b.flatten()), eps)
 
 
 def adasum_pair(a: Tensor, b: Tensor, *, eps: float = 2 * EPS_PER_RANK) -> Tensor:
