@@ -123,6 +123,16 @@ def filled(first: int) -> nn.Module:
     return nn.Sequential(Written(forward, project=linear(8), softmax=nn.Softmax(-1)), linear())
 
 
+def packed() -> nn.Module:
+    """The maximum over sequences of different lengths, padded with -inf."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        short = nn.utils.rnn.pack_padded_sequence(x, [20, 11], batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(m.rnn(short)[0], True, -math.inf)[0].amax(1)
+
+    return Written(forward, rnn=nn.LSTM(8, 4, 2, batch_first=True, bidirectional=True))
+
+
 def routed() -> nn.Module:
     """Experts weighted by a softmax over the two best; the others get -inf."""
 
@@ -135,9 +145,29 @@ def routed() -> nn.Module:
     return Written(forward, gate=linear(4), experts=nn.ModuleList(linear() for _ in range(4)))
 
 
+def upscaled() -> nn.Module:
+    torch.manual_seed(19)
+    up = nn.Sequential(nn.ConvTranspose2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.ReLU())
+    return up.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)])
+
+
+def weight_normed() -> nn.Module:
+    torch.manual_seed(20)
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 3))
+
+
 def words_in(table: nn.Module) -> nn.Module:
     torch.manual_seed(21)
     return nn.Sequential(table, Op(lambda e: e.mean(1)), nn.Linear(8, 3))
+
+
+def growing_rnn() -> nn.Module:
+    torch.manual_seed(2)
+    rnn = nn.RNN(8, 8, nonlinearity="relu", batch_first=True)
+    with torch.no_grad():
+        rnn.weight_hh_l0.copy_(3 * torch.eye(8))
+        rnn.weight_ih_l0.fill_(1.0)
+    return last_of(rnn)
 
 
 def convolution(gain: float = 1.0) -> nn.Module:
@@ -213,6 +243,7 @@ FAULTS = [
     Fault("convolution with weights of 1e5", lambda: convolution(1e6), images, "forward_overflow", "forward", "conv", ""),
     Fault("the same, emulated", lambda: convolution(1e6), images, "forward_overflow", "forward", "conv", "", options=(("dtype", FP16),)),
     Fault("300 in E4M3", lambda: chain(lambda x: (x * 0 + 30) ** 2), rows, "forward_overflow", "forward", "fault", "", options=(("dtype", E4M3FN),)),
+    Fault("recurrent growth", growing_rnn, sequences, "forward_overflow", "forward", "rnn", "", loss=mean),
     Fault("loss scale 2^40, perceptron", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "", "cast to float16", options=(("scale", 2.0**40),)),
     Fault("loss scale 2^40, O1", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "last", "cast to float16", options=(("scale", 2.0**40), ("level", "O1"))),
     Fault("loss scale 2^40, transformer", lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), Op(lambda h: h.mean(1))), lambda: (sequences(), torch.tensor([0, 1])), "scale_too_high", "backward", "", "cast to float16", options=(("scale", 2.0**40),)),
@@ -227,7 +258,9 @@ FAULTS = [
     Fault("masked_fill of a whole row", lambda: filled(0), rows, "model_non_finite", "forward", "0.softmax", "softmax"),
     Fault("exp in place", lambda: chain(lambda x: x.mul_(0).add_(20).exp_()), rows, "forward_overflow", "forward", "fault", "exp"),
     Fault("every target ignored", lambda: chain(), lambda: (rows()[0], torch.full((4,), -100)), "model_non_finite", "forward", "(loss function)", "nll_loss"),
+    Fault("weight norm of a zero row", lambda: with_weight(weight_normed(), "0.parametrizations.weight.original1", lambda w: w[2].zero_()), rows, "model_non_finite", "forward", "0.parametrizations.weight.0", "weight_norm"),
     Fault("negative running variance", lambda: with_weight(convolution().eval(), "norm.running_var", lambda b: b.fill_(-1)), images, "model_non_finite", "forward", "norm", "batch_norm"),
+    Fault("bias of -inf", lambda: with_weight(upscaled(), "0.bias", lambda b: b.fill_(-math.inf)), images, "weights_non_finite", "", "parameter 0.bias"),
     Fault("NaN in the padding row", lambda: with_weight(words_in(nn.Embedding(10, 8, padding_idx=0)), "0.weight", lambda w: w[0].fill_(math.nan)), lambda: (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), "weights_non_finite", "", "parameter 0.weight"),
     Fault("a loss a million times too large", lambda: chain(), rows, "gradient_overflow", "backward", "", "cast to float16", loss=lambda o, y: F.cross_entropy(o, y) * 1e7),
 ]  # fmt: skip
@@ -267,6 +300,20 @@ def test_a_planted_fault_is_named(fault):
 def test_there_are_faults_of_every_kind():
     silent = {"lost_in_forward", "precision_lost", "gradients_non_finite", "scale_zero"}  # test_diagnose_silent
     assert {f.verdict for f in FAULTS} == set(VERDICTS) - {"healthy"} - silent
+
+
+def test_gradients_that_overflow_when_they_are_added_belong_to_no_operation():
+    """One layer in two re-entrant checkpoints: each gradient fits, their sum does not."""
+
+    def twice(m: Any, x: Tensor) -> Tensor:
+        return checkpoint(m.layer, checkpoint(m.layer, m.first(x), use_reentrant=True), use_reentrant=True)
+
+    network = Written(twice, first=nn.Linear(1, 1, bias=False), layer=nn.Linear(1, 1, bias=False)).half()
+    for p in network.parameters():
+        nn.init.ones_(p)
+    report = diagnose(network, torch.tensor([[40000.0]]).half(), lambda out: out.float().sum(), level=None, scale=1.0)
+    assert (report.verdict, report.phase, report.gradient_of) == ("gradient_overflow", "backward", ""), str(report)
+    assert report.max_scale == 0.5
 
 
 def tokens() -> tuple[Tensor, Tensor]:
@@ -317,15 +364,18 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     ("sigmoid of large values", lambda: chain(lambda x: torch.sigmoid(x * 1000)), rows(), F.cross_entropy, {}),
     ("logits near the end of float16", lambda: chain(lambda x: x.clamp(-1, 1) * 30000), rows(), lambda o, y: F.cross_entropy(o / 30000, y), {}),
     ("a loss of zero slope", lambda: chain(), rows(), lambda o, y: (o * 0).sum(), {}),
+    ("transposed convolution, group norm", upscaled, images(), F.cross_entropy, {"dtype": FP16}),
     ("batch norm in evaluation", lambda: convolution().eval(), images(), F.cross_entropy, {}),
     ("embedding with padding", lambda: words_in(nn.Embedding(10, 8, padding_idx=0)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
     ("embedding with sparse gradients", lambda: words_in(nn.Embedding(10, 8, sparse=True)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
     ("targets left out", lambda: chain(), (rows()[0], torch.tensor([0, -100, 2, -100])), F.cross_entropy, {}),
+    ("weight norm", weight_normed, rows(), F.cross_entropy, {}),
     ("in place", lambda: chain(lambda x: x.mul_(2).relu_()), rows(), F.cross_entropy, {}),
     ("tied layers", lambda: tied(1.0), rows(), F.cross_entropy, {}),
     ("checkpointed", lambda: chain(checkpointed(F.relu)), rows(), F.cross_entropy, {}),
     ("checkpointed, re-entrant", lambda: chain(checkpointed(F.relu, True)), rows(), F.cross_entropy, {}),
     ("masked_fill of -inf", lambda: filled(1), rows(), F.cross_entropy, {}),
+    ("packed LSTM, padding of -inf", packed, sequences(), mean, {}),
     ("routing by -inf", routed, rows(), F.cross_entropy, {"level": "O1"}),
     ("routing by -inf, emulated", routed, rows(), F.cross_entropy, {"dtype": FP16}),
     ("a mask of inf with its sign turned, emulated", lambda: chain(lambda x: (-x.masked_fill(torch.arange(8) > 3, math.inf)).softmax(-1)), rows(), F.cross_entropy, {"dtype": FP16}),

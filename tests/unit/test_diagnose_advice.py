@@ -92,6 +92,20 @@ def test_the_hint_for_an_operation_ends_its_fault(key: str) -> None:
     assert diagnose(chain(Op(mended)), rows(), F.cross_entropy, scale=1.0).verdict == "healthy"
 
 
+@pytest.mark.parametrize(
+    "fault", [f for f in FAULTS if f.verdict in ("bad_data", "weights_non_finite")], ids=lambda fault: fault.name
+)
+def test_bad_data_and_weights_are_well_once_repaired(fault: Fault) -> None:
+    def repaired(t: Any) -> Any:
+        if isinstance(t, tuple):
+            return tuple(map(repaired, t))
+        return t.nan_to_num(0.5, 0.5, 0.5) if t.is_floating_point() else t
+
+    network = copy.deepcopy(fault.network())
+    network.load_state_dict({name: repaired(t) for name, t in network.state_dict().items()})
+    assert diagnose(network, repaired(fault.batch()), fault.loss, scale=1.0).verdict == "healthy"
+
+
 BRINGS_IN = Op(lambda x: torch.where(x > 1e-6, torch.full_like(x, math.inf), x))
 
 

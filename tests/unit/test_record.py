@@ -414,6 +414,14 @@ def test_traces_of_other_networks_or_formats_are_not_joined() -> None:
 # --- traces and files
 
 
+def test_a_trace_that_cannot_be_saved_leaves_the_file_alone(tmp_path: Path) -> None:
+    trace, _ = plain_loop(steps=3)
+    trace.save(tmp_path / "t.npz")
+    with pytest.raises(TypeError, match="JSON"):
+        dataclasses.replace(trace, meta={"what": object()}).save(tmp_path / "t.npz")
+    assert len(Trace.load(tmp_path / "t.npz")) == 3
+
+
 def test_save_and_load_give_the_same_trace(tmp_path: Path) -> None:
     """What computed in float32 or int32 too."""
     trace, _ = plain_loop(steps=5, activations=True, meta={"note": "a test", "numbers": [1, 2]})

@@ -98,6 +98,11 @@ class Case:
             loss = F.cross_entropy(network(self.batch[0]).float(), self.batch[1])
         self.scaler.scale(loss).backward()
 
+    def two_losses(self) -> None:
+        loss = self.loss()
+        self.scaler.scale(loss).backward(retain_graph=True)
+        self.scaler.scale(loss**2).backward()
+
     def tasks_in_a_row(self) -> None:
         for loss in (self.loss(), self.loss() ** 2):
             self.scaler.scale(loss).backward(retain_graph=True)
@@ -107,6 +112,12 @@ class Case:
         grads = torch.autograd.grad(self.scaler.scale(loss), list(self.net.parameters()), create_graph=True)
         norm = torch.stack([divided(g).pow(2).sum() for g in grads]).sum().sqrt()
         self.scaler.scale(loss + 1e-3 * norm).backward()
+
+    def penalty_flat(self) -> None:
+        loss = self.loss()
+        grads = torch.autograd.grad(self.scaler.scale(loss), list(self.net.parameters()), create_graph=True)
+        norm = torch.cat([g.flatten() for g in grads]).norm() / self.scaler.get_scale()
+        self.scaler.scale(loss + (norm - 1) ** 2).backward()
 
     def lbfgs(self) -> None:
         self.optimizers = [torch.optim.LBFGS(self.net.parameters(), max_iter=3)]
@@ -233,15 +244,20 @@ WRONG: list[Loop] = [
     ("not_cleared", "", "scaled step update"),
     ("not_cleared", "", "scaled unscale clip step update"),  # kekmodel/MPL-pytorch#38
     ("cleared_early", "", "scaled clear step update"),
+    ("cleared_early", "", "scaled zeros step update"),
     ("no_update", "", "clear scaled step"),
     ("no_update", "", "clear scaled unscale step"),
+    ("no_update", "", "3:clear 3:scaled 3:step"),
     ("update_per_micro_batch", "", "scaled_third 3:step 3:clear update"),
     ("update_per_micro_batch", "", "scaled_third 3:step update 3:clear"),  # NVIDIA/apex#439, pytorch/pytorch#36601
     ("bare_step", "", "clear scaled bare"),  # princeton-vl/RAFT#104
+    ("bare_step", "", "clear scaled bare update"),
     ("bare_step", "", "clear scaled unscale bare update"),
     ("unscaled_backward", "", "clear unscaled step update"),
     ("no_scaler", "", "clear unscaled bare"),
     ("unscale_per_micro_batch", "", "scaled_third unscale 3:step 3:update 3:clear"),  # microsoft/Swin-Transformer#311
+    ("unscale_per_micro_batch", "", "scaled_third unscale 3:step 3:clear update"),
+    ("clip_before_unscale", "", "clear scaled clip step update"),
     ("clip_before_unscale", "", "scaled clip step update clear"),  # milesial/Pytorch-UNet#468, pytorch/examples#1196
     ("clip_before_unscale", "", "clear scaled agc step update"),  # andreped/GradientAccumulator#19
     ("clip_before_unscale", "", "clear scaled clip_value unscale step update"),  # TorchSSL/TorchSSL#59
@@ -313,8 +329,10 @@ RIGHT: list[tuple[str, str]] = [
     ("disabled", "clear bfloat16 unscale clip step update"),
     ("", "clear scaled zero_row step update"),
     ("two", "clear_all scaled step_both update"),
+    ("", "clear two_losses step update"),
     ("", "clear tasks_in_a_row step update"),
     ("", "clear unscaled_penalty step update"),
+    ("", "clear penalty_flat step update"),
     ("", "clear checkpointed step update"),
     ("", "clear reentrant step update"),
     ("", "clear compiled step update"),
@@ -358,7 +376,12 @@ def test_right_loops_with_other_kernels(before, loop, kind, options):
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize(
-    ("mistake", "before", "loop"), [row for row in WRONG if row[0] in ("bare_step", "schedule_counts_skips")]
+    ("mistake", "before", "loop"),
+    [
+        row
+        for row in WRONG
+        if row[0] in ("not_cleared", "cleared_early", "bare_step", "clip_before_unscale", "schedule_counts_skips")
+    ],
 )
 def test_wrong_loops_with_a_fused_optimizer(mistake, before, loop):
     report = watched(Case(optimizer=torch.optim.Adam, fused=True), loop, before)
