@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from mpkit.boost.adasum import adasum, adasum_pair
+from mpkit.boost.adasum import AdaSum, adasum, adasum_pair
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -27,6 +30,12 @@ def test_half_precision_updates_get_wide_inner_products() -> None:
     merged = adasum_pair(a, a)
     assert merged.dtype == torch.float16
     assert merged.tolist() == [300.0, 0.0]
+
+
+@pytest.mark.parametrize(("weights", "slots"), [(5, [(0, 2), (2, 5)]), (4, [(0, 2), (2, 4)]), (1, [(0, 0), (0, 1)])])
+def test_devices_of_a_node_share_the_parameters_and_the_last_takes_the_rest(weights: int, slots: Any) -> None:
+    cell = SimpleNamespace(weights=(torch.zeros(1),) * weights, device_number=2)
+    assert [AdaSum.slot(cell, i) for i in (0, 1)] == [slice(*slot) for slot in slots]  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

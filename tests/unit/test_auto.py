@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +67,15 @@ def test_every_key_is_read_in_its_section_and_checked(name: str) -> None:
 def test_unknown_names_and_values_are_refused_with_the_nearest_valid_one(args: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AutoBoost(*args)
+
+
+def test_a_json_file_is_the_same_as_its_dict(tmp_path: Path) -> None:
+    config = {"boost": {"mode": "manual", "adasum": True}, "dim_reduce": {"pca_mat_path": None}}
+    path = tmp_path / "boost_config.json"
+    path.write_text(json.dumps(config))
+    want = AutoBoost("O1", config)
+    for boost in (AutoBoost.from_json(path, "O1"), AutoBoost("O1", path), AutoBoost("O1", str(path))):
+        assert (boost.flags, boost.hyper) == (want.flags, want.hyper)
 
 
 # what runs and what does not

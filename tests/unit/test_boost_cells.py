@@ -184,9 +184,9 @@ def test_what_data_parallel_would_wait_for_is_refused(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def boosted_resnet(device: str = "cpu") -> tuple[Any, list[Tensor]]:
+def boosted_resnet(device: str = "cpu", level: str = "O1") -> tuple[Any, list[Tensor]]:
     torch.manual_seed(0)
-    net, boost = networks.resnet18(width=2), AutoBoost("O1", {"grad_freeze": {"total_steps": 6, "freeze_p": 0.5}})
+    net, boost = networks.resnet18(width=2), AutoBoost(level, {"grad_freeze": {"total_steps": 6, "freeze_p": 0.5}})
     data = [torch.randn(2, 3, 8, 8).to(device), torch.tensor([0, 1]).to(device)]
     net.to(device)
     network, optimizer = boost.network_auto_process_train(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
@@ -203,6 +203,15 @@ def test_a_copied_cell_goes_on_as_the_original(copied: Any) -> None:
         cell(*data)
         twin(*data)
     assert_same(weights(cell.network), weights(twin.network), rtol=0, atol=0)
+
+
+def test_o2_on_one_process_is_o1() -> None:
+    """What O2 adds, AdaSum, merges the updates of several processes."""
+    (one, data), (two, _) = boosted_resnet(), boosted_resnet(level="O2")
+    for _ in range(4):
+        one(*data)
+        two(*data)
+    assert_same(weights(one.network), weights(two.network), rtol=0, atol=0)
 
 
 def test_a_failed_pass_leaves_nothing_frozen() -> None:

@@ -414,12 +414,17 @@ def test_a_forward_of_the_instance_is_kept_and_comes_back() -> None:
     assert remove_mixed_precision(network).forward is patched
 
 
-@pytest.mark.parametrize("level", ["O2", "keras_mixed_float16"])
-def test_copies_and_pickles_carry_a_format_and_are_independent(level: str) -> None:
+@pytest.mark.parametrize("level", [*CASTING_LEVELS, *PRESETS])
+def test_copies_and_pickles_carry_a_format_and_keep_it_where_the_network_gives_it_back(level: str) -> None:
     network, args, _ = made("convolutional")
-    (cast_like if level in PRESETS else auto_mixed_precision)(network.eval(), level, E4M3FN)
+    plain = network.eval()(*args)
+    (cast_like if level in PRESETS else auto_mixed_precision)(network, level, E4M3FN)
     want = network(*args)
-    for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+    twins = [copy.deepcopy(network), pickle.loads(pickle.dumps(network))]
+    assert torch.equal(remove_mixed_precision(network)(*args), plain)
+    assert amp_level(network) == ""
+    assert not any("forward" in vars(module) for module in network.modules())
+    for twin in twins:
         assert amp_level(twin) == level
         assert torch.equal(twin(*args), want)
 
@@ -451,6 +456,33 @@ def test_an_in_place_relu_at_o1_writes_into_what_it_was_given() -> None:
     x = torch.tensor([-1.0, 1.0 + 2**-12])
     assert network(x) is x
     assert x.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_attributes_out_arguments_lazy_modules_and_inference_mode_are_as_without_a_level(level: str) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.lazy = nn.Parameter(torch.ones(2)), nn.LazyLinear(2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            assert (self.w.dtype, self.w.detach().dtype) == (torch.float32, torch.float32)
+            assert (self.w.is_leaf, self.w.requires_grad, self.w.numel()) == (True, True, 2)
+            assert self.w.detach()[0].item() == 1.0
+            into = torch.zeros(2, 2)
+            torch.add(x, x, out=into)
+            kept = x * 1.0
+            F.relu(kept, inplace=True)
+            return into, kept, self.lazy(x)
+
+    x = torch.tensor([[-1.0, 2.0], [3.0, -4.0]])
+    with torch.inference_mode():
+        network = auto_mixed_precision(Whole(), level)
+        into, kept, _ = network(x)
+        assert network.lazy.weight.abs().sum() > 0
+    assert torch.equal(into.float(), 2 * x)
+    assert torch.equal(kept.float(), x.relu())
+    assert network.lazy.weight.dtype is torch.float32
 
 
 def test_threads_do_not_disturb_each_other() -> None:

@@ -28,6 +28,7 @@ from mpkit.casting import (
     to_float,
 )
 from mpkit.formats import BF16, E4M3FN, FP16
+from mpkit.rounding import round_to
 
 bf16 = torch.bfloat16
 
@@ -84,6 +85,30 @@ def test_a_parameter_whose_memory_is_replaced_is_cast_anew() -> None:
 
     network = auto_mixed_precision(Apply(swapped, w=nn.Parameter(torch.eye(3))), "O3", bf16)
     assert [y[0, 0].item() for y in network(torch.eye(3))] == [1.0, 2.0, 1.0]
+
+
+def test_offloaded_weights_are_their_own() -> None:
+    """As accelerate does: weights are put in before each module's forward and taken out after it."""
+    torch.manual_seed(0)
+    network = nn.Sequential(*[nn.Linear(16, 16) for _ in range(24)])
+    x = torch.randn(4, 16)
+    want = auto_mixed_precision(copy.deepcopy(network), "O2", bf16)(x)
+    stored = {name: p.detach().clone() for name, p in network.named_parameters()}
+    auto_mixed_precision(network, "O2", bf16)
+
+    def put_in(module: nn.Module, _: Any, name: str) -> None:
+        for part in ("weight", "bias"):
+            module._parameters[part] = nn.Parameter(stored[f"{name}.{part}"].clone())
+
+    def take_out(module: nn.Module, *_: Any) -> None:
+        module._parameters.update(weight=None, bias=None)
+
+    for name, module in network.named_children():
+        take_out(module)
+        module.register_forward_pre_hook(functools.partial(put_in, name=name))
+        module.register_forward_hook(take_out)
+    with torch.no_grad():
+        assert torch.equal(network(x), want)
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -274,6 +299,35 @@ def test_a_gradient_taken_inside_a_forward_recomputes_with_its_casts(level: str)
 
 
 # --- the format of a tensor -------------------------------------------------------------------------------------------
+
+
+def test_gradients_flow_through_views_and_writes_as_natively() -> None:
+    def writes(_: Any, x: Tensor) -> Tensor:
+        y = x * 1
+        y.diagonal().mul_(0.3)
+        y.T[0].tanh_()
+        return y * y
+
+    found = []
+    for dtype in (FP16, torch.float16):
+        x = torch.linspace(-3, 3, 16).view(4, 4).requires_grad_()
+        out = auto_mixed_precision(Apply(writes), "O3", dtype)(x)
+        out.sum().backward()
+        found.append((out, x.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=2**-9, atol=2**-12)
+
+
+@pytest.mark.parametrize("change", [lambda y: y.detach_().add_(0.0123), lambda y: y.data.add_(0.0123)])
+def test_a_tensor_bound_to_a_format_rounds_what_is_written_into_it(change: Callable[[Tensor], Any]) -> None:
+    def forward(_: Any, x: Tensor) -> Tensor:
+        y = x * 1
+        change(y)
+        return y * 1
+
+    x = torch.linspace(0, 1, 7)
+    got = auto_mixed_precision(Apply(forward), "O3", E4M3FN)(x)
+    assert torch.equal(got, round_to(round_to(x, E4M3FN) + round_to(torch.tensor(0.0123), FP16), E4M3FN))
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

@@ -172,6 +172,15 @@ def test_the_state_resumes() -> None:
     assert torch.equal(straight.w, stopped.w)
 
 
+def test_true_gradients_stay_in_place() -> None:
+    net = Bowl([0.5, 2.0, 1.0])
+    reduce, loss = build(net, np.linalg.qr(walk(3, 3))[0][:2]), net()
+    loss.backward()
+    grad = net.w.grad.clone()
+    reduce(loss.detach(), [net.w.grad], None, None)
+    assert torch.equal(net.w.grad, grad)
+
+
 @pytest.mark.gpu
 def test_the_gpu_takes_the_steps_of_the_cpu_and_repeats_its_dropout_too() -> None:
     one, two = Bowl([0.5, 1.0, 1.5]), Bowl([0.5, 1.0, 1.5]).cuda()

@@ -394,6 +394,26 @@ def test_an_operand_in_high_precision_meets_one_that_is_cast(dtype: torch.dtype)
         assert layer(x).flatten().tolist() == pytest.approx([1.0, 0.5], rel=2.0**-7)  # a rounding of bfloat16
 
 
+def test_a_weight_that_is_computed_in_each_forward_ends_a_step_when_what_it_is_made_of_changes():
+    """The scale of the input does not depend on the weight, so a plain layer has the same."""
+    scales = []
+    for wrap in (lambda layer: layer, nn.utils.parametrizations.weight_norm):
+        torch.manual_seed(0)
+        net = cast_like(wrap(nn.Linear(16, 16)), "te_hybrid_delayed")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        seen = []
+        for step in range(4):
+            for _ in range(2):  # two micro-batches
+                with ledger(net) as log:
+                    net(torch.randn(4, 16) * (step + 1)).square().mean().backward()
+                seen.append(next(row.scale_max for row in log.operands if row.operand == "input"))
+            optimizer.step()
+            optimizer.zero_grad()
+        scales.append(seen)
+    assert scales[0] == scales[1]
+    assert len(set(scales[0])) == 4
+
+
 def test_a_network_that_ran_on_the_meta_device_begins_anew_where_it_gets_memory():
     with torch.device("meta"):
         net = cast_like(nn.Linear(32, 4), DELAYED)
