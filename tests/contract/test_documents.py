@@ -52,7 +52,7 @@ def test_every_stored_file_has_its_origin():
         path for path in data.rglob("*") if path.suffix in {".npz", ".zip", ".gif", ".md"} and path.name != "README.md"
     ]
     stored += [path for path in data.glob("benchmarks/*.json") if not path.name.startswith(("cpu_", "gpu-"))]
-    by_bench = {"boost.json", "experiment.json", "recipes.json"}  # of `python -m mpkit.bench`, which has one row
+    by_bench = {"boost.json"}  # of `python -m mpkit.bench`, which has one row
     assert [path.name for path in stored if path.name not in by_bench and path.name not in text] == []
     row = next(line for line in text.splitlines() if line.startswith("| `digits.npz`"))
     assert f"file `{hashlib.sha256((data / 'digits.npz').read_bytes()).hexdigest()}`" in row
