@@ -6,20 +6,15 @@ from mpkit.diagnose.recommend import Recommendation, recommend
 from mpkit.diagnose.report import VERDICTS, Report
 from mpkit.diagnose.run import diagnose
 from mpkit.diagnose.stale import StaleScale, recommend_recipe, stale_scales
-from mpkit.diagnose.watch import Event, Operand, Watch
-from mpkit.diagnose.words import LoopFinding, LoopReport
+from mpkit.diagnose.words import LoopReport
 
 __all__ = [
     "VERDICTS",
-    "Event",
     "Finding",
-    "LoopFinding",
     "LoopReport",
-    "Operand",
     "Recommendation",
     "Report",
     "StaleScale",
-    "Watch",
     "diagnose",
     "preflight",
     "recommend",

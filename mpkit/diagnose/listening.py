@@ -59,13 +59,6 @@ def same(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and (one is other or (one.layout == torch.strided and one.data_ptr() == other.data_ptr()))
 
 
-def family(kind: type) -> list[type]:
-    found: list[type] = [kind]
-    for one in found:  # it grows
-        found += type.__subclasses__(one)
-    return found
-
-
 def callers() -> Iterator[FrameType]:
     frame = inspect.currentframe()
     while frame is not None:

@@ -13,9 +13,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mpkit.diagnose.gradients import Pass, Watched, length, look, undivided
-from mpkit.diagnose.graph import divides_by, nodes, note, noted, terms
-from mpkit.diagnose.listening import Listening, callers, family, line, same, scale_of, several, tensors_in
+from mpkit.diagnose.gradients import Pass, Watched, divides_by, length, look, nodes, note, noted, terms, undivided
+from mpkit.diagnose.listening import Listening, callers, in_autocast, line, same, scale_of, several, tensors_in
 from mpkit.diagnose.words import MISTAKES, LoopFinding, LoopReport
 
 _BY_HAND = 8.0  # a factor of a loss from which it counts as a loss scale that the reader multiplies by
@@ -32,13 +31,12 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     Args:
         network:    the network, or several.
         optimizer:  its optimizer, or all of them in a list: one that never steps is found.
-        scaler:     the scaler; one that the loop makes itself is seen too.
+        scaler:     the scaler; a GradScaler that the loop makes itself is seen too.
     Returns: (as the value of the `with`) a LoopReport: `findings` with `mistake`, `where`, `advice`; print it. An
              error in the loop gets the report as a note, since a mistake often ends in one.
     Edges:   a mistake that shows only when a step overflows (a schedule that counts skipped steps) is seen only if one
-             does; give the scaler a large first scale to see it. Watching costs about a tenth of a millisecond a step,
-             with a GradScaler a quarter of one, however large the network is, after ten steps a quarter of that; and
-             nothing outside of the block.
+             does; give the scaler a large first scale to see it. Watching costs about a tenth of a step of 3 ms in its
+             first ten steps, half of that later, and nothing outside of the block.
 
     >>> network = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(network.parameters(), 0.1)
@@ -56,15 +54,14 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         optimizer: Optimizer | Sequence[Optimizer],
         scaler: GradScaler | None = None,
     ) -> None:
-        networks = several("network", network, nn.Module, "an nn.Module")
+        several("network", network, nn.Module, "an nn.Module")
         optimizers = several("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         scale_of(scaler)  # raises for what is none
         self.report = LoopReport()
         self._scaler = scaler
-        self._own = {id(p) for n in networks for p in n.parameters()}
-        self._watched: list[Watched] = []
-        for one in optimizers:
-            self._watch(one, alone=len(optimizers) == 1)
+        first, kinds = scaler if isinstance(scaler, GradScaler) else None, [type(one).__name__ for one in optimizers]
+        names = kinds if len(kinds) == 1 else [f"optimizer {i + 1} ({kind})" for i, kind in enumerate(kinds)]
+        self._watched = [Watched(one, name, first) for one, name in zip(optimizers, names)]
         self._pass: Pass | None = None  # the backward pass that runs
         self._in_scaler = False
         self._stepping: Optimizer | None = None
@@ -74,12 +71,6 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self._known: dict[Optimizer, Watched | None] = {}  # any optimizer -> what is watched under it
         self._listening = Listening()
 
-    def _watch(self, optimizer: Optimizer, alone: bool = False) -> Watched:
-        kind, scaler = type(optimizer).__name__, self._scaler if isinstance(self._scaler, GradScaler) else None
-        name = kind if alone else f"optimizer {len(self._watched) + 1} ({kind})"
-        self._watched.append(Watched(optimizer, name, scaler))
-        return self._watched[-1]
-
     def __enter__(self) -> LoopReport:
         swap = self._listening.swap
         swap(torch.autograd, "backward", self._backward)
@@ -88,7 +79,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             swap(owner, "nan_to_num", self._nan_to_num)
             swap(owner, "nan_to_num_", self._nan_to_num)
         swap(torch.autocast, "__enter__", self._autocast)
-        for kind in {*family(GradScaler), *(() if self._scaler is None else type(self._scaler).__mro__[:-1])}:
+        for kind in {GradScaler, *(() if self._scaler is None else type(self._scaler).__mro__[:-1])}:
             for name in {"scale", "unscale_", "step", "update"} & set(vars(kind)):
                 swap(kind, name, partial(self._of_scaler, getattr(self, f"_{name}")))
         self._listening.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -122,8 +113,12 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             original(tensors, seeds, *args, **more)
             return
         losses = [t for t in tensors_in(tensors) if t.grad_fn is not None]
-        if self._penalty:
-            self._look_for_penalties(losses)
+        if self._penalty:  # gradients were kept from a scaled loss: does this one use them divided by the scale?
+            graph = list(nodes(losses))
+            scale = noted("scale", graph) or 1.0
+            scaled = scale != 1 and not any(divides_by(node, scale) for node in graph)
+            self._say(self._watched[0], scaled_penalty=scaled)
+            self._penalty = False
         for watched in self._watched:
             if watched.passes and (watched.used or look(watched.few) != watched.marks) and watched.cleared():
                 watched.start_over()
@@ -156,7 +151,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     def _reached(self, watched: Watched, this: Pass) -> None:
         again = watched.unscaled and watched.passes and not watched.used
-        self._say(watched, inside_autocast=watched.in_autocast, unscale_per_micro_batch=again)
+        self._say(watched, inside_autocast=in_autocast(watched.device), unscale_per_micro_batch=again)
         watched.passes.append(this)
         self._done.add("backward")
         watched.remember(norms=this.scaler is not None or undivided(watched.fresh))
@@ -171,13 +166,6 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             note("scale", scale_of(scaler), tensors_in(gradients))
             self._penalty = True
         return gradients
-
-    def _look_for_penalties(self, losses: list[Tensor]) -> None:
-        """Were gradients kept from a scaled loss, and used in this one without a division by the scale?"""
-        graph = list(nodes(losses))
-        scale = noted("scale", graph) or 1.0
-        self._say(self._watched[0], scaled_penalty=scale != 1 and not any(divides_by(node, scale) for node in graph))
-        self._penalty = False
 
     def _nan_to_num(self, original: Call, given: Tensor, *args: object, **more: object) -> Tensor:
         in_hook = self._pass is not None and self._pass.scaler is not None and not torch.is_grad_enabled()
@@ -243,19 +231,18 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         for watched in self._watched:
             watched.waits_for = None if watched.waits_for is scaler else watched.waits_for
             fused = getattr(watched.optimizer, "_step_supports_amp_scaling", False)
-            if scale_of(scaler) < before and (fused or not watched.applied):
-                watched.skipped()
+            if scale_of(scaler) < before and (fused or not watched.applied) and watched.life:
+                watched.life[-1].add("skipped")
         return result
 
     # --- the step
 
     def _of(self, optimizer: Optimizer) -> Watched | None:
-        """What is watched under this optimizer or one inside of it; another one of the network from now on too."""
+        """What is watched under this optimizer or one inside of it."""
         if optimizer not in self._known:
             params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            found = next((w for w in self._watched if not params.isdisjoint(map(id, w.params))), None)
-            another = found is None and not params.isdisjoint(self._own)
-            self._known[optimizer] = self._watch(optimizer) if another else found
+            found = (w for w in self._watched if not params.isdisjoint(map(id, w.params)))
+            self._known[optimizer] = next(found, None)
         return self._known[optimizer]
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -278,7 +265,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         watched.first_scaler = scaler if first is None else first
         new_scaler = scaler is not None and first not in (None, scaler)
         no_update = scaler is not None and watched.waits_for is scaler
-        self._say(watched, inside_autocast=watched.in_autocast, new_scaler=new_scaler, no_update=no_update)
+        self._say(watched, inside_autocast=in_autocast(watched.device), new_scaler=new_scaler, no_update=no_update)
         if fresh and look(watched.few) != watched.marks and watched.cleared():
             there = any(p.grad is not None for p in watched.few)
             hidden = there and not math.isfinite(length(watched.norms))

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 
 from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
 from mpkit.diagnose.copies import copied, copied_batch, tensors_of
-from mpkit.diagnose.cure import Cure
 from mpkit.diagnose.listening import Listening, in_autocast
+from mpkit.diagnose.report import Cure
 from mpkit.diagnose.watch import Watch
 from mpkit.diagnose.words import said
 from mpkit.formats import BF16, FloatFormat
@@ -39,18 +39,19 @@ class Pass:
         leaves |= {f"parameter {name}": p for name, p in network.named_parameters()}
         leaves |= {f"buffer {name}": b for name, b in network.named_buffers()}
         self.watch = Watch(network, leaves)
-        with ExitStack() as stack:
-            if plain:
-                stack.enter_context(without_autocast(device_of(network)))
+        with Listening() as stack:
+            if plain:  # autocast is off, also in a context that a network enters itself
+                stack.enter_context(torch.autocast(device_of(network), enabled=False))
+                stack.swap(torch.autocast, "__enter__", lambda _, context: context)
+                stack.swap(torch.autocast, "__exit__", lambda *_: None)
             stack.enter_context(self.watch)  # in the backward pass too: re-entrant checkpoints run modules
-            loss = loss_of(network, batch, loss_fn)
-            self.wide = loss.float()
+            self.wide = loss_of(network, batch, loss_fn).float()
             self.watch.backward = True
             self.gradients = self.again(scale)
         self.loss = float(self.wide.detach())
-        bad = loss if not bool(loss.isfinite()) else self.wide
-        results = self.gradients if math.isfinite(self.loss) else [bad.detach()]
+        results = self.gradients if math.isfinite(self.loss) else [self.wide.detach()]
         self.bad = [t for t in results if t is not None and not bool(t.isfinite().all())]
+        self.finite = not self.bad
 
     def again(self, scale: float) -> list[Tensor | None]:
         """The gradients of loss * scale, dense. Out of an autocast region, as a loop does it.
@@ -62,10 +63,6 @@ class Pass:
         with torch.autocast(self.wide.device.type, enabled=False):
             self.wide.backward(torch.full_like(self.wide, scale), retain_graph=True)
         return [p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad for p in self.parameters]
-
-    @property
-    def finite(self) -> bool:
-        return not self.bad
 
     def largest_scale(self) -> float | None:
         """Largest 2**k with finite gradients, by bisection; None if not even the smallest works."""
@@ -117,13 +114,13 @@ class Question:
         """At the level and this scale, once the advice of a cure is followed."""
         kind, what = (cure.kind, cure.what) if cure is not None else ("", "")
         level = what if kind == "level" else self.level
-        emulated = isinstance(self.dtype, FloatFormat)
-        dtype = self.dtype if kind != "bfloat16" else BF16 if emulated else torch.bfloat16
+        low = BF16 if isinstance(self.dtype, FloatFormat) else torch.bfloat16
+        dtype = low if kind == "bfloat16" else self.dtype
         network, loss_fn = copied(self.network, self.loss_fn)
         if level is not None:
             auto_mixed_precision(remove_mixed_precision(network).float(), level, dtype)
-        for module in cure.keeps(network) if cure is not None else ():
-            to_float(module, torch.float32)
+        if kind in ("keep", "autocast"):
+            to_float(network.get_submodule(what), torch.float32)
         if kind == "loss" and loss_fn is not None:
             loss_fn = partial(_in_float32, loss_fn)
         self.again()
@@ -139,18 +136,6 @@ class Question:
             return self.at(1.0, cure)
         except Exception:  # whatever they raise
             return None
-
-
-@contextmanager
-def without_autocast(kind: str) -> Iterator[None]:
-    """Autocast is off, also in a context that a network enters itself.
-
-    kind:    type of the device, as in `torch.autocast`.
-    """
-    with torch.autocast(kind, enabled=False), Listening() as listening:
-        listening.swap(torch.autocast, "__enter__", lambda _, context: context)
-        listening.swap(torch.autocast, "__exit__", lambda *_: None)
-        yield
 
 
 def device_of(network: nn.Module) -> str:

@@ -39,10 +39,6 @@ class Call:
     given: list[Tensor]
     made: list[Tensor]
 
-    @classmethod
-    def of(cls, name: str, module: nn.Module, given: object, made: object) -> Call:
-        return cls(name, type(module), _kept(given), _kept(made))
-
 
 def module_losses(full: list[Call], low: list[Call], step: float) -> tuple[tuple[ModuleLoss, ...], ModuleLoss | None]:
     """Every call's loss, and the first that lost more than its inputs had lost; `step` is the format's eps.
@@ -67,7 +63,7 @@ def module_losses(full: list[Call], low: list[Call], step: float) -> tuple[tuple
     return tuple(found), first
 
 
-def _kept(nest: object) -> list[Tensor]:
+def kept(nest: object) -> list[Tensor]:
     return [
         t.detach().float().clone()
         for t in tree_leaves(nest)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from mpkit.arguments import check_choice, checked
 from mpkit.casting import LEVELS
@@ -56,7 +55,7 @@ def preflight(
         network:   as it will be trained. If it has gradients, the sizes of the next updates are checked too.
         level:     "O0", "O1", "O2", "O3", "auto", or "torch_autocast" for a training under `torch.autocast`.
         dtype:     what the level computes in.
-        average:   the average of the weights (EMA), if there is one; `AveragedModel`s inside the network are seen.
+        average:   the average of the weights (EMA), if there is one.
     Raises:  TypeError, ValueError for wrong arguments.
     """
     check_choice("level", level, (*LEVELS, "torch_autocast"))
@@ -68,9 +67,8 @@ def preflight(
         *_tensors(network, level, isinstance(optimizer, BFloat16Weights)),
         *_ownership(network, optimizer),
         *_constants(optimizer, fmt, level),
-        *_states(optimizer, names),
         *_small_updates(optimizer, names),
-        *_averages(network, average),
+        *_average_of_weights(average),
     ]
 
 
@@ -89,8 +87,6 @@ def _tensors(network: nn.Module, level: str, remedied: bool) -> Iterator[Finding
             yield _found("parameter_not_finite", name)
         if p.dtype in _LOW and level != "O0" and not (remedied and p.dtype is torch.bfloat16):
             yield _found("parameter_low", name, dtype=dtype_name(p.dtype), cast=cast)
-        if p.grad is not None and p.grad.dtype == torch.float16:
-            yield _found("gradient_low", name)
     broken = (name for name, buffer in network.named_buffers() if not _is_finite(buffer, mask=True))
     yield from (_found("buffer_not_finite", name) for name in broken)
 
@@ -114,16 +110,6 @@ def _constants(optimizer: Optimizer, fmt: FloatFormat, level: str) -> Iterator[F
             for one in low or ([fmt] if level == "O3" else []):
                 if isinstance(value, float) and 0 < value <= one.zero_up_to:
                     yield _found("constant_zero", f"optimizer group {index}", severity, key=key, value=value, fmt=one)
-
-
-def _states(optimizer: Optimizer, names: dict[int, str]) -> Iterator[Finding]:
-    for p, state in optimizer.state.items():
-        name = names.get(id(p), "a parameter")
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dtype in _LOW:
-                yield _found("state_low", name, key=key, dtype=dtype_name(value.dtype))
-            if isinstance(value, Tensor) and not _is_finite(value):
-                yield _found("state_not_finite", name, key=key)
 
 
 def _small_updates(optimizer: Optimizer, names: dict[int, str]) -> Iterator[Finding]:
@@ -159,14 +145,12 @@ def _lost(size: Tensor, weight: Tensor, fmt: FloatFormat, moving: Tensor) -> flo
     return float(small.sum()) / max(1, int(moving.sum()))
 
 
-def _averages(network: nn.Module, average: nn.Module | None) -> Iterator[Finding]:
-    """Averages of weights in 16 bits: what they take over in a step is below half an ulp."""
-    inside = [(name, m) for name, m in network.named_modules() if isinstance(m, AveragedModel)]
-    for name, module in [*inside, *([] if average is None else [("average", average)])]:
-        low = next((p.dtype for p in module.parameters() if p.dtype in _LOW), None)
-        if low is not None:
-            where, half = name or type(module).__name__, _FORMATS[low].eps / 2
-            yield _found("average_low", where, dtype=dtype_name(low), share=_AVERAGE, half=half)
+def _average_of_weights(average: nn.Module | None) -> Iterator[Finding]:
+    """In 16 bits, what it takes over in a step is below half an ulp."""
+    low = next((p.dtype for p in average.parameters() if p.dtype in _LOW), None) if average is not None else None
+    if low is not None:
+        half = _FORMATS[low].eps / 2
+        yield _found("average_low", "average", dtype=dtype_name(low), share=_AVERAGE, half=half)
 
 
 def _is_finite(t: Tensor | None, *, mask: bool = False) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from mpkit.diagnose.cure import Cure
 from mpkit.diagnose.precision import ModuleLoss
 from mpkit.diagnose.watch import Operand
 from mpkit.diagnose.words import WORDS, said
@@ -16,6 +15,22 @@ VERDICTS: dict[str, str] = WORDS["verdicts"]
 AS_IT_IS = "as it is"  # the level of a report on a network with the levels that it has
 IN_AUTOCAST = "in torch.autocast"
 LOST_TOO_MUCH = 0.05  # share of the gradient values that may become zero
+
+
+@dataclass(frozen=True)
+class Cure:
+    """One change that ends an overflow.
+
+    kind: "keep" (a module in float32), "autocast" (off for a module), "level" (another level), "bfloat16", or "loss"
+          (on the output in float32).
+    what: path of the module, or name of the level; else "".
+    """
+
+    kind: str
+    what: str = ""
+
+    def __str__(self) -> str:
+        return said("cures", self.kind, what=self.what)
 
 
 @dataclass(frozen=True)
@@ -73,10 +88,9 @@ class Report:
         return "\n".join([*lines, *(f"  -> {a}" for a in self.advice)])
 
     def _say(self, part: str, key: str, **more: object) -> str:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        scales = {key: power(values[key] or 1.0) for key in ("max_scale",)} | {"scale": power(self.scale)}
-        shares = {key: percent(values[key], 1) for key in ("lost", "lost_at_scale", "lost_at_best")}
-        return said(part, key, **(values | scales | shares | more))
+        scales = {"max_scale": power(self.max_scale or 1.0), "scale": power(self.scale)}
+        shares = {key: percent(getattr(self, key), 1) for key in ("lost", "lost_at_scale", "lost_at_best")}
+        return said(part, key, **(vars(self) | scales | shares | more))
 
     def _seen(self) -> Iterator[str]:
         """Where it was, and what the scale has to do with it."""

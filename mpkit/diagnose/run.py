@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -12,11 +13,10 @@ from torch import nn
 
 from mpkit.arguments import check_choice, check_function, check_number, checked
 from mpkit.casting import LEVELS
-from mpkit.diagnose.cure import Cure, candidates, cures
 from mpkit.diagnose.passes import LossFn, Pass, Question, dtype_of
 from mpkit.diagnose.precision import ModuleLoss, module_losses
-from mpkit.diagnose.report import AS_IT_IS, IN_AUTOCAST, LOST_TOO_MUCH, Report
-from mpkit.diagnose.watch import Event, finite
+from mpkit.diagnose.report import AS_IT_IS, IN_AUTOCAST, LOST_TOO_MUCH, Cure, Report
+from mpkit.diagnose.watch import OUTSIDE, ROOT, Event, finite
 from mpkit.formats import FloatFormat, dtype_name
 from mpkit.model.randomness import random_state, set_random_state
 
@@ -49,8 +49,8 @@ def diagnose(
                   dtype, and an autocast context around this call, whose dtype then counts.
         scale:    the loss scale to ask about (finite; 0, as a collapsed scaler has it, is explained).
         dtype:    what the level computes in: torch.float16, torch.bfloat16, or a FloatFormat to emulate.
-    Raises:  TypeError, ValueError for wrong arguments, a network that cannot be copied or is TorchScript, a loss that
-             is not one number or has no gradient; RuntimeError, with torch's own words, for a batch that does not run
+    Raises:  TypeError, ValueError for wrong arguments, a network that cannot be copied, a loss that is not
+             one number or has no gradient; RuntimeError, with torch's own words, for a batch that does not run
              in float32, or uses an operation that does not exist in the low precision.
     Edges:   infinities that an attention mask puts in on purpose are no fault as long as a softmax removes them. The
              search assumes that where a scale works, every smaller scale works too.
@@ -58,8 +58,6 @@ def diagnose(
     check_function("loss_fn", loss_fn, "a function (output, target) -> loss", optional=True)
     if level is not None:
         check_choice("level", level, LEVELS)
-    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
-        raise TypeError("diagnose watches modules in Python, and TorchScript has none; give what it was made from")
     kept = [name for name, p in network.named_parameters() if p.is_leaf and p.grad is not None and not finite(p.grad)]
     asked, scale = scale, scale or 1.0
     dtype = dtype_of(network, dtype) if level is None else dtype
@@ -157,5 +155,24 @@ def _with_cures(report: Report, full: Pass, asked: Question) -> Report:
     curable = ("forward_overflow", "gradient_overflow", "lost_in_forward", "precision_lost")
     if report.verdict not in curable or report.phase == "" or report.module.startswith("buffer "):
         return report
-    tried = candidates(asked.network, report.module, asked.level, asked.autocast)
-    return replace(report, cures=cures(tried, works))
+    good: list[Cure] = []  # bfloat16, and of the others the first alone
+    for cure in _candidates(asked.network, report.module, asked.level, asked.autocast):
+        if (not good or cure.kind == "bfloat16") and works(cure):
+            good.append(cure)
+    return replace(report, cures=tuple(good))
+
+
+def _candidates(network: nn.Module, module: str, level: str | None, autocast: bool) -> Iterator[Cure]:
+    """What may end an overflow that was born in `module`, the smallest change first.
+
+    autocast: the network runs inside an autocast region, and has no level.
+    """
+    if module == OUTSIDE:
+        yield Cure("loss")
+    elif module != ROOT:
+        parts, keep = module.split("."), "autocast" if autocast else "keep"
+        yield from (Cure(keep, ".".join(parts[:end])) for end in range(len(parts), 0, -1))
+    if level in ("O2", "O3"):
+        yield from (Cure("level", gentler) for gentler in ("O1", "auto"))
+    if level is not None or autocast or any(p.dtype is torch.float16 for p in network.parameters()):
+        yield Cure("bfloat16")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from mpkit.arguments import check_kind
 from mpkit.casting.low import values_of
-from mpkit.diagnose.cure import OUTSIDE, ROOT
-from mpkit.diagnose.precision import Call
+from mpkit.diagnose.precision import Call, kept
 from mpkit.formats import FloatFormat, dtype_name
 from mpkit.record.histograms import real_values
 from mpkit.rounding import ROUNDING, TOLD
+
+OUTSIDE, ROOT = "(loss function)", "(network)"  # places that no path of a module names
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,9 @@ class Operand:
     nonfinite: int
 
     def __str__(self) -> str:
-        kind = dtype_name(self.dtype)
-        if not self.shape:
-            return f"one {kind} value, {'which is not finite' if self.nonfinite else format(self.low, '.4g')}"
-        what = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} tensor of {'x'.join(map(str, self.shape))}"
-        if self.nonfinite == math.prod(self.shape):
-            return f"{what} without a finite value"
+        size = "x".join(map(str, self.shape)) or "one value"
         bad = f"; {self.nonfinite} are not finite" if self.nonfinite else ""
-        return f"{what} with values from {self.low:.4g} to {self.high:.4g}{bad}"
+        return f"a {dtype_name(self.dtype)} tensor of {size} with values from {self.low:.4g} to {self.high:.4g}{bad}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,6 @@ class Event:
 
     index:       events are numbered as they come.
     phase:       "forward" or "backward"; there `gradient_of` is the forward operation.
-    kinds:       which of "inf", "-inf", "nan" occur in the result.
     """
 
     index: int
@@ -60,7 +54,6 @@ class Event:
     module: str
     phase: str
     gradient_of: str
-    kinds: frozenset[str]
     operands: tuple[Operand, ...]
 
 
@@ -85,8 +78,6 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, network: nn.Module, leaves: dict[str, Tensor]) -> None:
-        check_kind("network", network, nn.Module, "an nn.Module")
-        check_kind("leaves", leaves, dict, "a dict of tensors by name")
         super().__init__()
         self.network = network
         self.backward = False
@@ -128,7 +119,7 @@ class Watch(TorchDispatchMode):
         del self._path[-1]
         if not self.backward:
             with self._alone():
-                self.calls.append(Call.of(name, module, (args, kwargs), out))
+                self.calls.append(Call(name, type(module), kept((args, kwargs)), kept(out)))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -139,7 +130,8 @@ class Watch(TorchDispatchMode):
         with self._alone():
             inputs = _tensors((args, kwargs))
             writes, name = func._schema.is_mutable, func._overloadpacket.__name__
-            before = self._origins(inputs)
+            written = {_KINDS[v] for v in tree_leaves((args, kwargs)) if isinstance(v, float) and v in _KINDS}
+            before = self._origins(inputs) + [Origin(meant=frozenset({kind})) for kind in written]
             operands = _operands(inputs) if writes else None
             out = func(*args, **kwargs)
             operation = _operation(name, args, kwargs)
@@ -148,16 +140,16 @@ class Watch(TorchDispatchMode):
             if not name.startswith(("empty", "new_empty")):  # memory that nobody has written yet
                 known = () if writes else [_storage(t) for t in inputs if _storage(t) in self._made]
                 made = [t for t in _tensors(out) if _storage(t) not in known]  # the others are views
-                written = {_KINDS.get(v, "") for v in tree_leaves((args, kwargs)) if isinstance(v, float)}
-                self._note(operation, before, inputs, made, operands, written)
+                if bad := [t for t in made if not finite(t)]:
+                    self._note(operation, before, bad, operands or _operands(inputs))
             if name in _FLUSHING and isinstance(out, Tensor):
                 self._flushed(operation, inputs, out)
         return out
 
     def _rounded(self, x: Tensor, fmt: FloatFormat, rounded: Tensor) -> None:
-        if not self._busy:  # else the operation is that of a tensor in a format
+        if not self._busy and not finite(rounded):  # busy: the operation is that of a tensor in a format
             with self._alone():
-                self._note(f"round to {fmt.name}", self._origins([x]), [x], [rounded])
+                self._note(f"round to {fmt.name}", self._origins([x]), [rounded], _operands([x]))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -177,31 +169,21 @@ class Watch(TorchDispatchMode):
         bad = [_storage(t) for t in tensors if not finite(t)]
         return [self._made[key][0] for key in bad if key in self._made]
 
-    def _note(
-        self,
-        operation: str,
-        before: list[Origin],
-        inputs: list[Tensor],
-        made: list[Tensor],
-        operands: tuple[Operand, ...] | None = None,
-        written: Collection[str] = (),
-    ) -> None:
+    def _note(self, operation: str, before: list[Origin], bad: list[Tensor], operands: tuple[Operand, ...]) -> None:
         """What came out and is not finite comes from what went in and was not meant; else it is a new event."""
-        bad = [t for t in made if not finite(t)]
-        if bad:
-            guilty = [origin for origin in before if not origin.meant]
-            kinds = set[str]().union(*map(_kinds, bad))
-            origin = _merged(guilty) if guilty else self._new(operation, before, kinds, operands, inputs, written)
-            self._made.update((_storage(t), (origin, t)) for t in bad)
+        guilty = [origin for origin in before if not origin.meant]
+        kinds = set[str]().union(*map(_kinds, bad))
+        origin = _merged(guilty) if guilty else self._new(operation, before, kinds, operands)
+        self._made.update((_storage(t), (origin, t)) for t in bad)
 
-    def _new(self, operation: str, before: Any, kinds: set[str], operands: Any, inputs: Any, written: Any) -> Origin:
+    def _new(self, operation: str, before: list[Origin], kinds: set[str], operands: tuple[Operand, ...]) -> Origin:
         module, of = self._origin() if self.backward and not self._path else (self._where(), "")
         phase = "backward" if self.backward else "forward"
-        event = Event(self._events, operation, module, phase, of, frozenset(kinds), operands or _operands(inputs))
+        event = Event(self._events, operation, module, phase, of, operands)
         self._events += 1
         first = _merged(before).event or event
-        if "nan" not in kinds and kinds <= set(written).union(*(origin.meant for origin in before)):
-            return Origin(first, meant=event.kinds)
+        if "nan" not in kinds and kinds <= set[str]().union(*(origin.meant for origin in before)):
+            return Origin(first, meant=frozenset(kinds))
         if phase == "forward" and not before and kinds - {"-inf"}:
             self.hidden = self.hidden or event
         # a constant of another module brought in what this one chokes on; a softmax accepts the infinities of a mask,

@@ -464,10 +464,10 @@ def test_an_error_in_the_loop_gets_the_report():
     c.run(RIGHT[0][1])  # and torch is as it was
 
 
-def test_an_optimizer_that_was_not_named_is_seen():
+def test_a_finding_names_which_of_the_optimizers_it_is():
     c = Case()
     first, second = (torch.optim.SGD(c.net[i].parameters(), 0.1) for i in (0, 2))
-    with watch_loop(c.net, first) as report:
+    with watch_loop(c.net, [first, second]) as report:
         for _ in c.each():
             first.zero_grad()
             c.loss(torch.bfloat16).backward()
