@@ -119,6 +119,12 @@ def test_cells_of_a_seed_come_in_random_order_before_those_of_the_next_and_each_
     assert told == [(i + 1, 24, seed, x) for i, (seed, x) in enumerate(seen)]
 
 
+def test_the_bar_counts_runs_and_failures(capsys):
+    experiment(lambda seed: {} if seed == 0 else {}["no"], [{}], seeds=2)
+    assert "2/2" in (err := capsys.readouterr().err)
+    assert "failed=1" in err
+
+
 def test_changed_code_is_noticed_said_and_run_again_while_the_old_cells_stay(tmp_path):
     def made(helper):
         def run(seed, x):

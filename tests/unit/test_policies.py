@@ -285,6 +285,14 @@ def test_a_preset_is_the_policy_that_the_reference_writes_down(framework: str) -
     assert preset(framework, **NEEDED.get(framework, {})) == ScalePolicy(name=framework, **WRITTEN_DOWN[framework])
 
 
+def test_the_layers_of_fairscale_have_one_policy_with_a_start_each() -> None:
+    policy = preset("fairscale_layerwise", layer_scale_dict={"a": 1024.0, "b": 2.0**-100})
+    assert torch.as_tensor(policy.init_scale).tolist() == [1024.0, 2.0**-100]
+    given = {"growth_interval": 10000, "min_scale": 2.0**-126, "max_scale": FLOAT32_MAX, "scale_bits": 64}
+    given |= {"hold_at_overflow": False, "clamp_both_ways": True, "layers": ("a", "b"), "name": "fairscale_layerwise"}
+    assert replace(policy, init_scale=2.0**16) == ScalePolicy(**given)
+
+
 @pytest.mark.parametrize(
     ("framework", "given", "expected"),
     [

@@ -163,10 +163,11 @@ def test_what_is_lost_is_what_is_left_of_applied_steps_and_of_their_values() -> 
     assert row["lost"] == pytest.approx(1 - (1 - row["skipped_share"]) * (1 - row["flushed"]), rel=1e-15)
 
 
-def test_replay_takes_a_policy_a_list_or_a_vector() -> None:
+def test_replay_takes_a_policy_a_list_a_vector_or_a_mapping() -> None:
     trace, one, two = trace_of([torch.ones(3)] * 5), swept(8.0, 2, 3), swept(4.0, 2, 3)
     assert replay(trace, one)["policy"].tolist() == ["sweep"]
     assert len(replay(trace, [one, two])) == len(replay(trace, stack([one, two]))) == 2
+    assert set(replay(trace, {"a": one, "b": two})["policy"]) == {"a", "b"}
 
 
 def test_sweep_is_replay_of_every_combination() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import gfloat
 import pytest
@@ -117,6 +118,27 @@ def test_stochastic_rounding_keeps_values_signs_nan_and_overflow(fmt):
         assert not fmt.has_minus_zero or round_to(tiny, fmt, "stochastic").signbit().all()
 
 
+@pytest.mark.parametrize("fmt", [FP16, BF16, E5M2, E4M3FN, TF32, E2M1, get_format("e6m21")], ids=named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=named)
+def test_stochastic_rounding_has_the_right_mean(fmt, dtype):
+    """Between subnormals, around 1 and below the largest value; the share that goes up is the exact distance."""
+    draws, generator = 100_000, torch.Generator().manual_seed(11)
+    places = [(fmt.min_subnormal, 0.5), (fmt.min_subnormal, 1.25), (-fmt.min_subnormal, 2.9), (fmt.min_subnormal, 0.01)]
+    places += [(fmt.eps, 1 / fmt.eps + p) for p in (0.001, 0.25, 0.9)] + [(-fmt.eps, 1 / fmt.eps + 0.5)]
+    gap = 2.0 ** (fmt.max_exponent - fmt.fraction_bits)
+    for value, start in [*((unit * p, 0.0) for unit, p in places), *((-gap * p, fmt.max) for p in (0.25, 0.7))]:
+        x = torch.full((draws,), start + value, dtype=dtype)
+        below, above = (round_to(x[:1], fmt, mode).item() for mode in ("down", "up"))
+        got = round_to(x, fmt, "stochastic", generator=generator)
+        ups = int((got == above).sum())
+        if below == above:  # the point is a value of the format in float32
+            assert ups == draws
+            continue
+        assert ups + int((got == below).sum()) == draws
+        share = float((Fraction(x[0].item()) - Fraction(below)) / (Fraction(above) - Fraction(below)))
+        assert abs(ups - draws * share) <= 4 * math.sqrt(draws * share * (1 - share)), (x[0].item(), ups, share)
+
+
 def test_stochastic_overflow_is_as_likely_as_the_distance_says():
     halfway = torch.full((100_000,), 464.0)  # between 448 and where 480 would be
     share = round_to(halfway, E4M3FN, "stochastic", generator=torch.Generator().manual_seed(1)).isnan().double().mean()
@@ -135,16 +157,20 @@ def test_stochastic_rounding_with_a_generator_leaves_the_global_one_alone():
 # shapes, strides, out
 
 
+@pytest.mark.parametrize("fmt", [FP16, TF32, E4M3FN, FP64], ids=named)
 @pytest.mark.parametrize("mode", MODES)
-def test_any_shape_and_stride(mode):
+def test_any_shape_and_stride(mode, fmt):
     x = torch.randn(60, 100, generator=torch.Generator().manual_seed(0)) * 100
     squares = x.reshape(4, 15, 10, 10).contiguous(memory_format=torch.channels_last)
     for view in (x.t(), x[::2, 1::3], x[:, :1].expand(-1, 5), x[0, 0], x[:0], squares, x.flatten()[1:]):
-        kept, got = view.clone(), round_to(view, FP16, mode, generator=torch.Generator().manual_seed(4))
+        kept, got = view.clone(), round_to(view, fmt, mode, generator=torch.Generator().manual_seed(4))
         assert (got.shape, got.dtype) == (view.shape, view.dtype)
         assert torch.equal(view, kept)
+        assert got.stride() == torch.empty_like(view).stride()
+        if mode != "stochastic":
+            assert torch.equal(got, round_to(view.clone(memory_format=torch.contiguous_format), fmt, mode))
         out = torch.empty(*view.shape, 2).select(-1, 1)
-        assert round_to(view, FP16, mode, out=out, generator=torch.Generator().manual_seed(4)) is out
+        assert round_to(view, fmt, mode, out=out, generator=torch.Generator().manual_seed(4)) is out
         assert torch.equal(out, got)
 
 
@@ -301,3 +327,12 @@ def test_a_view_that_stands_for_negated_memory_is_rounded_as_its_values(mode, fm
     out = torch._neg_view(torch.empty_like(x))
     assert round_to(x, fmt, mode, generator=seeds[2], out=out) is out
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in tracing
+@pytest.mark.parametrize(("fmt", "overflow"), [(E4M3FN, None), (E2M1, "inf"), (BF16, "nan"), (FP16, "inf")])
+def test_compiled_rounding_takes_a_transposed_tensor(fmt, overflow):
+    x = torch.linspace(-500, 70000, 12).reshape(3, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: quantize(x.T, fmt, fmt, overflow=overflow), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), quantize(x.T, fmt, fmt, overflow=overflow), rtol=0, atol=0, equal_nan=True)

@@ -51,6 +51,16 @@ def test_edges_no_seed_one_seed_and_equal_runs():
     assert math.isnan(empty.mean + one.low)
 
 
+@pytest.mark.parametrize("df", [1, 2, 3, 4, 7, 20, 101])
+def test_the_distribution_is_the_integral_of_its_density(df):
+    constant = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
+    n, end = 4000, 1.7
+    heights = [constant * (1 + (end * k / n) ** 2 / df) ** (-(df + 1) / 2) for k in range(n + 1)]
+    simpson = sum(h * (1 if k in (0, n) else 4 if k % 2 else 2) for k, h in enumerate(heights)) * end / n / 3
+    found = [student_cdf(t, df) for t in (-end, 0.0, end)]
+    assert found == pytest.approx([0.5 - simpson, 0.5, 0.5 + simpson], abs=1e-12)
+
+
 @pytest.mark.parametrize("df", [1, 4, 101])
 def test_a_probability_is_one_however_far_out(df):
     for far in (10.397984184814922, 17.957144943716408, 275.8531617629187, 12638.482029342971):

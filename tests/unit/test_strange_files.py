@@ -245,6 +245,26 @@ def _header(raw, rng):
 BLIND = (_cut, _flip, _overwrite, _foreign)
 
 
+ODD = (None, True, -1, 10**9, 10**400, 1e308, float("nan"), float("inf"), "", "../x", "x" * 300, [], {}, [[]], [None])
+
+
+def _odd(raw, rng):
+    """JSON in which one value is an odd one."""
+    held = place = json.loads(raw)
+    while True:
+        key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+        if not (isinstance(place[key], dict | list) and place[key]) or rng.random() < 0.2:
+            break
+        place = place[key]
+    place[key] = rng.choice(ODD)
+    return json.dumps(held).encode()
+
+
+def _deep(raw, rng):
+    many = rng.choice((500, 100_000))
+    return rng.choice((b"[" * many + b"]" * many, b'{"a":' * many + b"1" + b"}" * many, b"[" * many))
+
+
 def _entries(raw):
     with zipfile.ZipFile(io.BytesIO(raw)) as file:
         return [(entry.filename, file.read(entry)) for entry in file.infolist()]
@@ -260,7 +280,7 @@ def _zipped(entries, packed=zipfile.ZIP_DEFLATED):
 
 def damage(raw: bytes, kind: Kind, rng: random.Random) -> bytes:
     if kind.text:
-        return rng.choice(BLIND)(raw, rng)
+        return rng.choice((*BLIND, _odd, _odd, _odd, _deep))(raw, rng)
     if raw[:6] == b"\x93NUMPY":
         return rng.choice((*BLIND, _header))(raw, rng)
     changed = rng.choice((*BLIND, _inside, _inside, _inside, _inside))(raw, rng)
@@ -329,6 +349,23 @@ def test_a_file_that_grows_a_thousandfold_is_refused_before_it_is_unpacked(tmp_p
         with pytest.raises(ValueError, match=rf"bytes would become {2**27}"):
             read_npz(path)
         assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["trace", "snapshot", "idx", "store in a zip"])
+def test_a_bomb_in_place_of_any_packed_file_is_refused(name, place):
+    path = KINDS[name].make(place)
+    raw = path.read_bytes()
+    if raw[:2] == b"\x1f\x8b":
+        path.write_bytes(gzip.compress(gzip.decompress(raw) + bytes(2**26 + 1)))
+    else:
+        path.write_bytes(_zipped([(entry, bytes(2**26 + 1)) for entry, _ in _entries(raw)[:1]] + _entries(raw)[1:]))
+    tracemalloc.start()
+    try:
+        assert refusal(KINDS[name], path)
+        assert tracemalloc.get_traced_memory()[1] < 2**25
     finally:
         tracemalloc.stop()
 

@@ -130,6 +130,13 @@ def test_unused_bits_are_the_mean_distance_of_exponents(kind):
         assert done.worst[i] == pytest.approx(max(products) / 448)
 
 
+def test_a_current_scale_never_clips_and_a_longer_history_clips_less():
+    rows = [tensor_scale_preset("te_delayed", history_len=n) for n in (1, 4, 16, 64)]
+    result = replay_tensor_scales(series("plain"), [*rows, TENSOR_SCALE_PRESETS["te_current"]])
+    assert result.clipped[-1] == 0 < result.clipped[3] <= result.clipped[2] <= result.clipped[1] < result.clipped[0]
+    assert np.all(np.diff(result.unused_bits[:4]) > 0)  # and gives more range away
+
+
 def test_recorded_amaxes_give_the_scales_that_a_recipe_trains_with():
     policy = tensor_scale_preset("te_delayed", amax_history_len=3)
     torch.manual_seed(0)
