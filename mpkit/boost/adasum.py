@@ -53,16 +53,13 @@ def adasum(deltas: Sequence[Sequence[Tensor]], *, eps: float = EPS_PER_RANK) -> 
     A tensor of one element has no direction to adapt to: it becomes the plain mean.
 
     Shapes:  deltas[worker][tensor] (*) -> one tensor (*) per position, the merged update of every worker.
-    Raises:  ValueError unless the number of workers is a power of two and all have the same shapes.
+    Raises:  ValueError unless the number of workers is a power of two and all bring as many updates.
 
     >>> adasum([[torch.tensor([1.0, 0.0])], [torch.tensor([0.0, 1.0])]])
     [tensor([1., 1.])]
     """
     _need_power_of_two(len(deltas))
-    shapes = [[t.shape for t in delta] for delta in deltas]
-    if any(s != shapes[0] for s in shapes):
-        raise ValueError("every worker must bring updates of the same shapes, in the same order")
-    rows = [torch.stack([_wide(t).reshape(-1) for t in tensors]) for tensors in zip(*deltas)]
+    rows = [torch.stack([_wide(t).reshape(-1) for t in tensors]) for tensors in zip(*deltas, strict=True)]
     merged = _merged(rows, [t.numel() for t in deltas[0]], eps)
     return [m.view_as(t).to(t.dtype) for m, t in zip(merged, deltas[0])]
 
@@ -156,9 +153,8 @@ class AdaSum(nn.Module):
                          sends and holds 2n values however many nodes there are; "full": each rank gets the updates of
                          all and gives bit for bit what `adasum` gives. Both apply the same formula.
         eps:             times the ranks below a level, added to the three inner products.
-    Raises:  ValueError for a world that is not device_number x 2**m, and for parameters of other shapes in another
-             process; RuntimeError without a process group, and torch's own when a peer is gone, or silent for longer
-             than the process group waits.
+    Raises:  ValueError for a world that is not device_number x 2**m; RuntimeError without a process group, and torch's
+             own when a peer is gone, or silent for longer than the process group waits.
     Edges:   buffers such as batch norm statistics stay local to each rank.
     Source:  MindSpore boost.AdaSum, which halves vector by vector between partners, with the same result, and where
              part of the code takes 8 for the device number; arXiv:2006.02924.
@@ -188,10 +184,6 @@ class AdaSum(nn.Module):
             )
         self.rank, self.device_number, self.group_number = rank, device_number, group_number
         self.exchange, self.eps, self.weights = exchange, eps, tuple(parameter_tuple)
-        every: list[Any] = [None] * world
-        dist.all_gather_object(every, [tuple(p.shape) for p in self.weights], process_group)
-        if any(shapes != every[0] for shapes in every):
-            raise ValueError(f"each process needs the same parameters, in the same order; their shapes are {every}")
         # None stays None: holding the default group would outlive its destruction
         self._node, self._nodes, self._in_node = None, process_group, [rank]
         if device_number > 1:

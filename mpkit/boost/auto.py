@@ -15,13 +15,12 @@ from mpkit.arguments import checked
 from mpkit.boost.adasum import AdaSumUpdate, adasum_enabled
 from mpkit.boost.config import LEVELS, Config
 from mpkit.boost.dim_reduce import DimReduce, DimReduceUpdate, prepare_pca
-from mpkit.boost.freeze_opt import need_unused
 from mpkit.boost.grad_accumulation import Accumulate
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, regroup
-from mpkit.optimizers.arguments import coming_rate, inner, need_plain_step, parameters_of
-from mpkit.step.distributed import averaging_wrapper, rank_and_size
+from mpkit.optimizers.arguments import inner, need_plain_step, parameters_of
+from mpkit.step.distributed import rank_and_size
 from mpkit.step.update import Update
 
 
@@ -71,7 +70,7 @@ class AutoBoost(Config):
         faithful: bool = False,
     ) -> None:
         super().__init__(level, boost_config_dict, faithful)
-        self._reduction: tuple[np.ndarray, float] | None = None  # rows of components, and the rate of the residual
+        self._components: np.ndarray | None = None  # this process's rows of them
 
     @classmethod
     def from_json(cls, path: str | Path, level: str = "O0", **options: bool) -> AutoBoost:
@@ -83,7 +82,7 @@ class AutoBoost(Config):
         """Rewrite a network and its optimizer for training.
 
         dim_reduce: the network stays; SGD with rate 1, which DimReduce drives, takes the place of the optimizer given,
-        whose rate, momentum and decay are dropped (config `"alpha": "lr"` keeps its rate for the residual).
+        whose rate, momentum and decay are dropped.
         Else less_bn: the network in place, wrapped by `LessBN`; its parameters regrouped in the optimizer given, which
         keeps its class, its state, every parameter's weight decay, and what it holds beside the network.
         Then grad_freeze: the optimizer wrapped by `FreezeOpt`.
@@ -93,17 +92,9 @@ class AutoBoost(Config):
         """
         less_bn, freeze = self.flags["less_bn"], self.flags["grad_freeze"]
         if self.flags["dim_reduce"]:
-            optimizer = self._dim_reduced(network, optimizer)
+            optimizer = self._dim_reduced(network)
         elif less_bn or freeze:
             need_plain_step(optimizer)  # all that can be refused is, before the network is changed
-            replica = averaging_wrapper(network)
-            if less_bn and replica is not None:
-                raise ValueError(
-                    "less_bn changes layers, and DistributedDataParallel would wait for the old ones: process the "
-                    "network first and wrap what network_auto_process_train returns"
-                )
-            if freeze:
-                need_unused(replica)
             if less_bn:
                 network = self._less_bn(network, optimizer)
             if freeze:
@@ -125,21 +116,16 @@ class AutoBoost(Config):
     def update_of(self, network: nn.Module, optimizer: Optimizer) -> Update:
         """The update that an optimizer and this configuration ask for; each algorithm stands around those before it.
 
-        Raises:  ValueError for an optimizer marked for DimReduce that comes from no AutoBoost, for algorithms that do
-                 not go together, and for a DistributedDataParallel that would wait for frozen layers.
+        Raises:  ValueError for algorithms that do not go together.
         """
         update = Update(optimizer)
         if self.merges(optimizer):
             update = AdaSumUpdate(update, self.hyper["device_number"])
-        if self._reduction is not None or getattr(optimizer, "dim_reduce", False):
-            if self._reduction is None:  # marked by hand
-                raise ValueError("an optimizer marked for dim_reduce comes from AutoBoost.network_auto_process_train")
-            rows, alpha = self._reduction
+        if self._components is not None:
             trained: list[Any] = list(parameters_of(optimizer))
-            options = self._chosen("n_components", "rho", "gamma", "sigma") | {"alpha": alpha}
-            update = DimReduceUpdate(update, DimReduce(network, optimizer, trained, rows, **options))
+            options = self._chosen("n_components", "rho", "gamma", "alpha", "sigma")
+            update = DimReduceUpdate(update, DimReduce(network, optimizer, trained, self._components, **options))
         if hasattr(optimizer, "around"):  # it freezes
-            need_unused(averaging_wrapper(network))
             update = optimizer.around(update)
         parts = self.hyper["grad_accumulation_step"]
         return Accumulate(update, parts) if "grad_accumulation" in self.active else update
@@ -175,13 +161,11 @@ class AutoBoost(Config):
             process.generate_new_optimizer()
         return network
 
-    def _dim_reduced(self, network: nn.Module, optimizer: Optimizer) -> Optimizer:
+    def _dim_reduced(self, network: nn.Module) -> Optimizer:
         names = ("n_components", "pca_mat_path", "weight_load_dir", "timeout", "device_number")
-        rows, alpha = prepare_pca(network, **self._chosen(*names)), self.hyper["alpha"]
-        rate = coming_rate(optimizer, optimizer.param_groups[0]) if alpha == "lr" else alpha
-        self._reduction = rows, float(rate)
+        self._components = prepare_pca(network, **self._chosen(*names))
         reduced: Any = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=1.0)
-        reduced.dim_reduce = True  # MindSpore's mark, by which train cells know it
+        reduced.dim_reduce = True  # MindSpore's mark
         return reduced
 
     def _freeze(self, network: nn.Module) -> GradientFreeze:
@@ -203,15 +187,6 @@ def _still_trained(optimizer: Optimizer, before: list[nn.Parameter], network: nn
     return [p for p in here if id(p) in known] + [p for p in held if id(p) not in elsewhere]
 
 
-def made_by(optimizer: object, boost: AutoBoost | None, accumulation_steps: int = 1, **_: object) -> AutoBoost:
-    """`boost`, or the AutoBoost that returned this very optimizer, or one that asks for nothing.
-
-    Raises:  ValueError if a train cell that sums micro-batches itself is to accumulate them once more.
-    """
-    made = boost or getattr(optimizer, "auto_boost", None) or AutoBoost("O0", {"common": {"device_number": 1}})
-    if "grad_accumulation" in made.active and accumulation_steps != 1:
-        raise ValueError(
-            f"grad_accumulation sums micro-batches already, so accumulation_steps must be 1, got "
-            f"{accumulation_steps}; give grad_accumulation_step their whole number"
-        )
-    return made
+def made_by(optimizer: object, boost: AutoBoost | None) -> AutoBoost:
+    """`boost`, or the AutoBoost that returned this very optimizer, or one that asks for nothing."""
+    return boost or getattr(optimizer, "auto_boost", None) or AutoBoost("O0", {"common": {"device_number": 1}})

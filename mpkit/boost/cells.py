@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,9 +43,7 @@ class _Boosted(TrainOneStepCell):
         return self.dim_reduce is not None
 
     def gradient_freeze_process(self, *inputs: object) -> Tensor:
-        """One step with freezing; -> the loss. Raises TypeError unless the optimizer is a FreezeOpt."""
-        if not hasattr(self.optimizer, "around"):
-            raise TypeError(f"gradient_freeze_process needs a FreezeOpt, got {type(self.optimizer).__name__}")
+        """One step, with freezing where the optimizer is a `FreezeOpt`; -> the loss."""
         return self(*inputs).loss
 
     def gradient_accumulation_process(
@@ -97,12 +94,9 @@ class BoostTrainOneStepCell(_Boosted):
         boost: AutoBoost | None = None,
         **options: Any,
     ) -> None:
-        maker = made_by(optimizer, boost, **options)
+        maker = made_by(optimizer, boost)
         super().__init__(network, optimizer, sens, update=maker.update_of, **options)
         self._keep(maker)
-        if maker.flags["loss_scale_group"]:
-            nothing = "loss_scale_group does nothing in this cell, which has no scale_sense: a GroupLossScaleManager"
-            warnings.warn(nothing, stacklevel=3)
 
     def forward(self, *inputs: object) -> StepOutcome:
         return self._run(inputs)
@@ -132,7 +126,7 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
         boost: AutoBoost | None = None,
         **options: Any,
     ) -> None:
-        maker = made_by(optimizer, boost, **options)
+        maker = made_by(optimizer, boost)
         if maker.flags["loss_scale_group"] and not getattr(scale_sense, "for_boost", False):
             came = type(scale_sense).__name__
             raise TypeError(f"loss_scale_group is on, so scale_sense must be a GroupLossScaleManager, got {came}")

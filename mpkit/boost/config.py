@@ -29,13 +29,7 @@ TUNED: Mapping[str, Any] = MappingProxyType({"freeze_p": 0.5, "freeze_type": 0})
 """What mode "tuned" sets where the configuration is silent: half of the steps are frozen, with all indices in turn."""
 
 
-def _path(name: str, value: object) -> object:
-    check_kind(name, value, (str, Path), "a path", optional=True)
-    return value
-
-
-def _alpha(name: str, value: object) -> object:
-    return value if value == "lr" else check_number(name, value)
+_path = partial(check_kind, kind=(str, Path), what="a path", optional=True)
 
 
 def _split(name: str, value: Any) -> list[int] | None:
@@ -60,7 +54,7 @@ SECTIONS: Mapping[str, Mapping[str, Setting]] = MappingProxyType(
         "dim_reduce": {
             "rho": (0.55, check_inside),
             "gamma": (0.9, partial(check_number, high=1.0)),
-            "alpha": (0.001, _alpha),  # a number, or "lr" for the rate of the optimizer
+            "alpha": (0.001, check_number),
             "sigma": (0.4, check_inside),
             "n_components": (32, check_count),
             "pca_mat_path": (None, _path),

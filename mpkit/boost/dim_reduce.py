@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from mpkit.arguments import Count, Index, check_kind, check_number, checked
 from mpkit.boost.pca import WeightSnapshots, pca_matrix, prepare_pca, read_pca_rows, row_block, write_pca_files
 from mpkit.model.randomness import random_state, set_random_state
-from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import StepContext
 from mpkit.step.update import Update, Wrapped
 
@@ -66,8 +65,8 @@ class DimReduce(nn.Module):
 
     Args:
         network:       returns the loss of a batch: called with the inputs of a step.
-        optimizer:     plain SGD with learning rate 1 over `weight`, as MindSpore drives it. Its step would add the move
-                       that is computed here and nothing else, so it is added to the weights at once.
+        optimizer:     stays as it is. MindSpore drives plain SGD with learning rate 1, whose step adds the move that
+                       is computed here and nothing else; here the move is added to the weights at once.
         weight:        the trained parameters; their order is that of the columns of P.
         pca_mat_local: (rows, n) this rank's rows of P, an array or tensor (see `prepare_pca`).
         n_components:  k, over all ranks.
@@ -106,8 +105,8 @@ class DimReduce(nn.Module):
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        self.weights, self.block = tuple(weight), row_block(n_components, rank, rank_size)
-        _check_optimizer(optimizer, self.weights)
+        self.weights = tuple(check_kind("each of weight", w, nn.Parameter, "an nn.Parameter") for w in weight)
+        self.block = row_block(n_components, rank, rank_size)
         check_kind("pca_mat_local", pca_mat_local, (np.ndarray, Tensor), "an array or a tensor")
         size, rows = sum(w.numel() for w in self.weights), torch.as_tensor(pca_mat_local)
         if rows.shape != (own := self.block.stop - self.block.start, size):
@@ -144,8 +143,6 @@ class DimReduce(nn.Module):
             weight, weight_clone: as in MindSpore; None is fine, the module knows its weights.
             inputs:       the batch, for the trials.
         """
-        if len(old_grad) != len(self.weights):
-            raise ValueError(f"need one gradient for each of {len(self.weights)} weights, got {len(old_grad)}")
         gradient = nn.utils.parameters_to_vector(old_grad).to(self.momentum)
         projection = self._gathered(self.pca @ gradient)
         hessian = self._updated(projection)
@@ -237,15 +234,3 @@ class DimReduceUpdate(Wrapped):
             raise RuntimeError("DimReduce measures losses on the batch of a step: run it through a train cell")
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.dim_reduce.weights]
         self.dim_reduce(ctx.loss, grads, None, None, *ctx.inputs)
-
-
-def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> None:
-    """Raise ValueError unless it is plain SGD of rate 1 of these weights."""
-    plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
-    found = [{key: float(group.get(key, plain[key])) for key in plain} for group in optimizer.param_groups]
-    if any(one != plain for one in found) or "betas" in optimizer.defaults:
-        came = f"{type(optimizer).__name__} with {found}"
-        raise ValueError(f"DimReduce makes the move of plain SGD with lr 1, got {came}; the residual's rate is alpha")
-    held = {id(p) for p in parameters_of(optimizer)}
-    if {id(w) for w in weights} != held:
-        raise ValueError(f"the optimizer must hold exactly the {len(weights)} weights, it holds {len(held)} parameters")

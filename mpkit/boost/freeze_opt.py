@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mpkit.arguments import Count, check_alike, check_count, check_kind, checked, is_whole
@@ -68,24 +67,10 @@ class FreezeOpt(Wrapper):
         if train_parameter_groups is None and train_strategy is not None:
             raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
         self._held = parameters_of(opt)  # what is added later is in no group, and trained on every step
-        self.groups = [self._held] if train_parameter_groups is None else self._parts_of(train_parameter_groups)
+        self.groups = [self._held] if train_parameter_groups is None else _parts_of(train_parameter_groups)
         self.strategy = [] if train_strategy is None else _checked_strategy(train_strategy, len(self.groups))
         self.step_index = 0
         self.optimizers = self._copies(isinstance(train_strategy, Tensor)) if faithful else [opt]
-
-    def _parts_of(self, groups: Sequence[Any]) -> list[list[Tensor]]:
-        check_kind("train_parameter_groups", groups, (list, tuple), "a list of lists of parameters")
-        held, parts = {id(p) for p in self._held}, []
-        for i, group in enumerate(groups):
-            check_kind("each of train_parameter_groups", group, (list, tuple), "a list of parameters")
-            part = [p for item in group for p in (item.get("params", ()) if isinstance(item, dict) else [item])]
-            if not any(id(p) in held for p in part):
-                raise ValueError(
-                    f"group {i} of train_parameter_groups has no parameter of the optimizer, so its steps would train "
-                    "nothing; leave the group out"
-                )
-            parts.append(part)
-        return parts
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -200,6 +185,16 @@ def _copy_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     return result
 
 
+def _parts_of(groups: Sequence[Any]) -> list[list[Tensor]]:
+    """The parameters of each freeze group, which lists them or parameter groups that hold them."""
+    check_kind("train_parameter_groups", groups, (list, tuple), "a list of lists of parameters")
+    parts: list[list[Tensor]] = []
+    for group in groups:
+        check_kind("each of train_parameter_groups", group, (list, tuple), "a list of parameters")
+        parts.append([p for each in group for p in (each["params"] if isinstance(each, dict) else [each])])
+    return parts
+
+
 def _checked_strategy(strategy: Sequence[int] | Tensor, groups: int) -> list[int]:
     if isinstance(strategy, Tensor) and (strategy.ndim, strategy.dtype) != (1, torch.int32):
         came = f"{strategy.dtype} of shape {tuple(strategy.shape)}"
@@ -246,15 +241,6 @@ class Freeze(Wrapped):
         self.inner.apply(ctx, found_inf)
         if self.freezing.step_index == before:
             self.freezing.advance()
-
-
-def need_unused(replica: DistributedDataParallel | None) -> None:
-    """Raise ValueError for a DistributedDataParallel that cannot freeze."""
-    if replica is not None and not replica.find_unused_parameters:
-        raise ValueError(
-            "on a frozen step DistributedDataParallel would wait for gradients that never come; make it with "
-            "find_unused_parameters=True, or leave it out: this cell averages the gradients itself"
-        )
 
 
 @checked

@@ -40,8 +40,16 @@ class NormalizedLinear(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     @classmethod
-    def of(cls, linear: nn.Linear, keep_bias: bool = False) -> NormalizedLinear:
-        """The normalised form of `linear`: its weight and `to_float`; its bias is dropped unless asked for."""
+    def of(cls, linear: Any, keep_bias: bool = False) -> NormalizedLinear:
+        """The normalised form of `linear`: its weight and `to_float`; its bias is dropped unless asked for.
+
+        Raises:  ValueError unless its output is x W^T + b and nothing else.
+        """
+        if type(linear) is not nn.Linear or "weight" not in linear._parameters:
+            raise ValueError(
+                f"a {type(linear).__name__} cannot be normalised: it is lazy (run one batch first), computes its "
+                "weight (weight_norm, say), or has a forward of its own; leave fn_flag off, or name another layer"
+            )
         layer = cls(linear.in_features, linear.out_features)
         layer.weight = linear.weight  # type: ignore[assignment]  # annotated as a plain tensor
         layer.bias = linear.bias if keep_bias else None
@@ -123,15 +131,15 @@ class LessBN(nn.Module):
         done = (m.__dict__.get("_less_bn_report") for m in self.network.modules())
         before: LessBNReport | None = next((report for report in done if report is not None), None)
         names = self._last_layers(faithful, last_fc) if fn_flag and not (before and before.normalized) else ()
-        layers = {name: _plain_linear(self.network, name) for name in names}  # or an error, before anything is changed
+        layers = {name: NormalizedLinear.of(self.network.get_submodule(name), keep_bias) for name in names}
         if before is None:
             removed = removable(self.network, faithful=faithful)
             norms = (name for name, module in self.network.named_modules() if isinstance(module, BATCH_NORMS))
             before = LessBNReport(removed, tuple(name for name in norms if name not in removed))
             for name in removed:
                 self.network.set_submodule(name, nn.Identity())
-        for name, linear in layers.items():
-            self.network.set_submodule(name, NormalizedLinear.of(linear, keep_bias))
+        for name, layer in layers.items():
+            self.network.set_submodule(name, layer)
         self.report = LessBNReport(before.removed, before.kept, (*before.normalized, *layers))
         self.network._less_bn_report = self.report  # type: ignore[assignment]  # so that twice is once, inside a loss cell too
 
@@ -148,14 +156,3 @@ class LessBN(nn.Module):
         if last_fc is not None and last_fc not in names:
             raise ValueError(f"last_fc must name an nn.Linear of the network ({', '.join(names)}), got {last_fc!r}")
         return names[-1:] if last_fc is None else [last_fc]
-
-
-def _plain_linear(network: nn.Module, name: str) -> nn.Linear:
-    """The layer of that name. Raises ValueError unless its output is x W^T + b and nothing else."""
-    linear: Any = network.get_submodule(name)
-    if type(linear) is not nn.Linear or "weight" not in linear._parameters:
-        raise ValueError(
-            f"{name!r} is a {type(linear).__name__}: lazy (run one batch first), with a weight that is computed "
-            "(weight_norm, say), or with a forward of its own; leave fn_flag off, or name another layer with last_fc"
-        )
-    return linear

@@ -73,10 +73,7 @@ def read_snapshots(directory: str | Path, network: nn.Module) -> np.ndarray:
     trained, rows = _trained(network), []
     for file in files:
         state = read_tensors(file)
-        try:
-            check_alike("the state dict", state, trained)
-        except TypeError as error:
-            raise ValueError(f"{file.name} does not fit: {error}") from None
+        check_alike(f"the state dict in {file.name}", state, trained)
         rows.append(torch.cat([state[name].detach().reshape(-1).double() for name in trained]).numpy())
     return np.stack(rows)
 
@@ -189,8 +186,6 @@ def prepare_pca(
     rank: Index = 0,
     rank_size: Count = 1,
     device_number: Count = 8,
-    method: Literal["randomized", "full"] = "randomized",
-    generator: Draws = 0,
 ) -> np.ndarray:
     """This rank's rows of the PCA matrix, from a `.npy` file or from the snapshots in a directory.
 
@@ -215,7 +210,7 @@ def prepare_pca(
     if several_processes():
         dist.barrier()
     if computes and pca_mat_path is None:
-        matrix = pca_matrix(read_snapshots(source, network), n_components, method=method, generator=generator)
+        matrix = pca_matrix(read_snapshots(source, network), n_components)
         _save(full_path, matrix)
     elif computes:
         matrix = np.atleast_1d(read_npy(full_path))[:n_components]

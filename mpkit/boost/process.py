@@ -68,8 +68,7 @@ class OptimizerProcess:
 
         Raises:  ValueError when there are no parameters; TypeError when they are neither parameters nor groups.
         """
-        groups = as_groups(self.origin_params)
-        self.origin_params = self.build_gc_params_group(self.build_params_dict(network), groups)
+        self.origin_params = self.build_gc_params_group(self.build_params_dict(network), self.origin_params)
 
     def generate_new_optimizer(self) -> Optimizer:
         """The optimizer with the prepared groups: the same object, so its state and its class are kept."""

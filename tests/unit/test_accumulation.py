@@ -46,13 +46,6 @@ def test_other_gradients_and_an_update_that_raises_leave_nothing_behind() -> Non
     assert not accumulate.flush()
 
 
-def test_an_accumulation_of_an_accumulation_is_refused() -> None:
-    net = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 1.0)
-    with pytest.raises(ValueError, match="accumulation_steps must be 1, got 3"):
-        BoostTrainOneStepCell(net, optimizer, boost=accumulating(2), accumulation_steps=3)
-
-
 def by_cell(weight: nn.Parameter, make: Any, parts: int) -> None:
     cell = TrainOneStepWithLossScaleCell(Ones(weight), make([weight]), torch.tensor(1024.0), accumulation_steps=parts)
     for _ in range(parts):

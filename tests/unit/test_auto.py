@@ -28,7 +28,7 @@ TABLE: dict[str, tuple[Any, Any, Any]] = {  # key -> what it is by default, anot
     "grad_accumulation_step": (1, 4, 0),
     "rho": (0.55, 0.3, -0.1),
     "gamma": (0.9, 0.5, None),
-    "alpha": (0.001, "lr", "fast"),
+    "alpha": (0.001, 0.1, "lr"),
     "sigma": (0.4, 0.2, 2),
     "n_components": (32, 9, 0),
     "pca_mat_path": (None, "p.npy", 3),

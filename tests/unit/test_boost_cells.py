@@ -64,8 +64,6 @@ def test_the_named_methods_say_when_they_do_not_apply() -> None:
     assert not cell.check_adasum_enable()
     assert not cell.check_dim_reduce_enable()
     loss = torch.tensor(0.0)
-    with pytest.raises(TypeError, match="gradient_freeze_process needs a FreezeOpt, got Momentum"):
-        cell.gradient_freeze_process(*batch())
     with pytest.raises(RuntimeError, match="accumulation is off"):
         cell.gradient_accumulation_process(loss, [], loss, *batch())
     with pytest.raises(RuntimeError, match="AdaSum is off"):
@@ -103,15 +101,15 @@ def test_the_flag_needs_a_manager_and_every_parameter_a_group() -> None:
 # dim_reduce
 
 
-def test_dim_reduce_takes_scaled_gradients_and_the_rate_and_skips_an_overflow(tmp_path: Path) -> None:
+def test_dim_reduce_takes_scaled_gradients_and_skips_an_overflow(tmp_path: Path) -> None:
     bare = mlp()
     net = loss_net(bare)
     plain = TrainOneStepCell(net, momentum(net), hooks=[WeightSnapshots(bare, tmp_path, every=1)])
     for _ in range(6):
         plain(*batch(0))
-    settings = {"n_components": 3, "weight_load_dir": str(tmp_path), "alpha": "lr", "timeout": 5}
+    settings = {"n_components": 3, "weight_load_dir": str(tmp_path), "alpha": 0.02, "timeout": 5}
     boost = AutoBoost("O0", {"boost": {**MANUAL_OFF, "dim_reduce": True}, "dim_reduce": settings})
-    _, optimizer = boost.network_auto_process_train(bare, torch.optim.SGD(bare.parameters(), lr=0.02))
+    _, optimizer = boost.network_auto_process_train(bare, torch.optim.SGD(bare.parameters(), lr=0.5))
     cell = BoostTrainOneStepWithLossScaleCell(net, optimizer, torch.tensor(1024.0), boost=boost)
     assert cell.check_dim_reduce_enable()
     assert (optimizer.param_groups[0]["lr"], cell.dim_reduce.alpha) == (1.0, 0.02)
@@ -120,14 +118,6 @@ def test_dim_reduce_takes_scaled_gradients_and_the_rate_and_skips_an_overflow(tm
     before, (x, y) = weights(net), batch()
     assert cell(x, y * float("inf")).overflow
     assert_same(weights(net), before, rtol=0, atol=0)
-
-
-def test_a_mark_without_autoboost_is_refused() -> None:
-    net = loss_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    optimizer.dim_reduce = True  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="comes from AutoBoost"):
-        BoostTrainOneStepCell(net, optimizer)
 
 
 # reach
@@ -169,19 +159,6 @@ def test_o1_on_a_gpu_trains_as_on_the_cpu() -> None:
         results.append((losses, [p.cpu() for p in weights(cell.network)]))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-3)
     assert_same(results[0][1], results[1][1], rtol=1e-2, atol=1e-3)
-
-
-def test_what_data_parallel_would_wait_for_is_refused(tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        net = nn.parallel.DistributedDataParallel(mlp())
-        with pytest.raises(ValueError, match="wrap what network_auto_process_train returns"):
-            AutoBoost("O1").network_auto_process_train(net, momentum(net))
-        boost = AutoBoost("O0", {"boost": {**MANUAL_OFF, "grad_freeze": True}, "grad_freeze": {"total_steps": 4}})
-        with pytest.raises(ValueError, match="find_unused_parameters=True"):
-            boost.network_auto_process_train(net, momentum(net))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def boosted_resnet(device: str = "cpu", level: str = "O1") -> tuple[Any, list[Tensor]]:

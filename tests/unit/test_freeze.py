@@ -153,15 +153,6 @@ def test_the_expected_saving_is_the_average_over_a_long_strategy() -> None:
         expected_saving(costs, 8, 1, 0.5)
 
 
-@pytest.mark.parametrize("faithful", [False, True])
-def test_a_group_that_would_train_nothing_is_refused_when_it_is_given(faithful: bool) -> None:
-    net = nn.Linear(2, 1)
-    sgd = torch.optim.SGD([net.weight], lr=0.1)
-    for nothing in ([], [net.bias], [{"lr": 0.1}], ["weight"]):
-        with pytest.raises(ValueError, match="group 1 of train_parameter_groups has no parameter of the optimizer"):
-            FreezeOpt(sgd, [[net.weight], nothing], [0, 1], faithful=faithful)
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_group_that_is_added_is_trained_on_every_step_and_what_was_left_out_is_not(inside):
     first, left_out, added = everything = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
