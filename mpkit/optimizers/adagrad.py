@@ -147,8 +147,8 @@ class FTRL(Optimizer):
         use_locking:    accepted for MindSpore's sake, without effect.
     Decay:   reaches every parameter: this optimizer ignores the beta/gamma rule.
     Against torch:  there is no namesake.
-    Raises:  ValueError for a rate that changes or differs between groups. A scheduler of torch must end above 0: the
-             formula divides by the rate.
+    Raises:  ValueError for a rate that changes or differs between groups, or that a scheduler of torch took down to 0:
+             the formula divides by the rate.
     Source:  McMahan et al. 2013, KDD, algorithm 1; MindSpore 2.7 nn.FTRL, whose CPU kernel takes +l1 for negative z
              too; this follows the paper.
     """
@@ -166,6 +166,8 @@ class FTRL(Optimizer):
     weight_decay: Decay = 0.0
 
     def update(self, u: Update) -> None:
+        if not isinstance(u.lr, Tensor) and u.lr == 0:
+            raise ValueError("FTRL divides by its learning rate, which came down to 0; let the scheduler end above 0")
         p, before = -u["lr_power"], u.state["square"] ** -u["lr_power"]
         after = u.add("square", u.g, u.g) ** p
         z = u.put(u.state["linear"], (before - after).div_(u.lr).mul_(u.w).add_(u.g).add_(u.state["linear"]))

@@ -8,12 +8,33 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_casting import NETWORKS, made, tensors
+from test_casting import CASTING_LEVELS, NETWORKS, made, tensors
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, to_float
 from mpkit.formats import BF16, E4M3FN, E5M2, FP16, FP32, FloatFormat, get_format
 from mpkit.rounding import round_to
+
+
+def gradients(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    floats = [x.float() for x in tensors(network(*args, **kwargs)) if x.is_floating_point()]
+    torch.manual_seed(5)  # random weights: the square of a normalized output is constant, its gradient only noise
+    torch.stack([(x * torch.randn_like(x)).sum() for x in floats]).sum().backward()
+    return [x.detach() for x in floats], [p.grad for p in network.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", ["functions", "convolutional", "attention", "transformer", "shared", "transposed"])
+@pytest.mark.parametrize(("fmt", "native"), [(FP16, torch.float16), (BF16, torch.bfloat16)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_an_emulated_native_format_computes_as_the_native_one(level: str, fmt: Any, native: Any, name: str) -> None:
+    """Forward within 2 roundings (kernels keep a few sums unrounded that emulation rounds, or the reverse)."""
+    network, args, kwargs = made(name)
+    twin = copy.deepcopy(network)
+    got = gradients(auto_mixed_precision(network, level, fmt), args, kwargs)
+    want = gradients(auto_mixed_precision(twin, level, native), args, kwargs)
+    for found, expected, roundings, least in zip(got, want, (8, 64), (1.0, 0.1)):
+        for a, b in zip(found, expected):
+            assert (a - b).abs().max() <= roundings * fmt.eps * max(least, float(b.abs().max()))
 
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2, get_format("e4m7")], ids=str)

@@ -257,3 +257,26 @@ def test_a_skipped_sparse_step_changes_no_bit(at_hand, monkeypatch):
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert same(snapshot(optimizer, [table.weight]), before)
+
+
+def test_lars_leaves_bias_and_layer_norm_alone():
+    named = [(n, nn.Parameter(torch.ones(2))) for n in ("fc.weight", "fc.bias", "LayerNorm.weight")]
+    optimizer = opt.LARS(opt.SGD(named, 1.0, weight_decay=0.5), coefficient=1e-9)
+    for _, p in named:
+        p.grad = torch.full((2,), 0.25)
+    optimizer.step()
+    moved = {n: float(p.detach()[0]) for n, p in named}
+    assert moved == {"fc.weight": pytest.approx(1.0), "fc.bias": 0.75, "LayerNorm.weight": 0.75}
+
+
+def test_ftrl_refuses_a_rate_that_came_down_to_zero_before_anything_moves():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = opt.FTRL([p], learning_rate=0.5)
+    stepped(optimizer)
+    before, state = p.tolist(), {name: x.tolist() for name, x in optimizer.state[p].items()}
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ValueError, match="end above 0"):
+        stepped(optimizer)
+    assert p.tolist() == before
+    assert {name: x.tolist() for name, x in optimizer.state[p].items()} == state
+    assert optimizer.global_step == 1
