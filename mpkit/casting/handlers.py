@@ -256,11 +256,6 @@ def cast_inside(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     return func(function, *args[1:], **kwargs)
 
 
-def unflattened(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-    """`x.unflatten`, which the compiler can follow only as a function."""
-    return torch.unflatten(*args, **kwargs)
-
-
 def differentiated(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """A backward pass inside a forward: what is computed again in it enters its levels anew, since no mode listens."""
     outer, LOCAL.on, LOCAL.rule = (LOCAL.on, LOCAL.rule), False, None

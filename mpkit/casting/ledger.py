@@ -187,8 +187,7 @@ class Ledger:
         if id(x) in self._parameters or _memory(x)[0] in self._weights | self._copies.keys():
             self._copies[_memory(y)[0]] = y  # held, so that its memory is not given to another tensor meanwhile
         lost = _lost(x, y) if self.count else (None, None)
-        operation = "" if self._row is None else self._row.operation
-        what = self._parameters.get(id(x), "activation")
+        operation, what = self._row.operation if self._row else "", self._parameters.get(id(x), "activation")
         source, target = _names((x, y))
         self.casts.append(Cast(self.where, operation, what, source, target, x.numel(), *lost))
         if self._row is not None:

@@ -116,8 +116,7 @@ def custom_mixed_precision(
     """
     check_castable(network)
     if (white_list is None) == (black_list is None):
-        came = "neither" if white_list is None else "both"
-        raise ValueError(f"give exactly one of white_list and black_list, got {came}")
+        raise ValueError(f"give exactly one of white_list and black_list, got {white_list} and {black_list}")
     low = target_of(dtype, grad_dtype)
     modules, operators = _checked(white_list if black_list is None else black_list, black_list is None)
     if black_list is None:

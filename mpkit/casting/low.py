@@ -263,13 +263,9 @@ def precision(x: Tensor) -> Target:
 
 
 def values_of(x: Tensor) -> Tensor:
-    """The values that a float tensor of any layout or format stores, without its graph."""
+    """A float tensor without its graph; of a format the float32 values that stand for it."""
     x = x.detach()
-    if isinstance(x, Low):
-        return x.values
-    if x.layout is torch.strided and not x.is_nested:
-        return x
-    return x.coalesce().values() if x.layout is torch.sparse_coo else x.values()
+    return x.values if isinstance(x, Low) else x
 
 
 def name_of(target: Target) -> str:

@@ -31,19 +31,11 @@ _HOMES: tuple[Any, ...] = (torch, Tensor, F, torch.linalg, torch.special)
 def spellings(*operators: str) -> frozenset[Function]:
     """Every torch function that is one of `operators`: as a function, a method, a symbol.
 
-    Raises:  ValueError if torch has no function of that name.
-
     >>> spellings("relu") == {torch.relu, torch.Tensor.relu, torch.nn.functional.relu}
     True
     """
-    found: set[Function] = set()
-    for operator in operators:
-        names = (operator, *LISTS["spellings"].get(operator, ()))
-        here = {getattr(home, name) for home in _HOMES for name in names if callable(getattr(home, name, None))}
-        if not here:
-            raise ValueError(f"torch has no function named {operator!r}; give a name of torch or torch.nn.functional")
-        found |= here
-    return frozenset(found)
+    names = [name for operator in operators for name in (operator, *LISTS["spellings"].get(operator, ()))]
+    return frozenset(filter(callable, (getattr(home, name, None) for home in _HOMES for name in names)))
 
 
 def names_of(*operators: str) -> frozenset[str]:
@@ -69,8 +61,7 @@ def operator_of(function: object) -> str | None:
         return None
     name = name.removeprefix("special_").removeprefix("linalg_")
     operator = next((key for key, others in LISTS["spellings"].items() if name in others), name)
-    known = any(callable(getattr(home, operator, None)) for home in _HOMES)
-    return operator if known and function in spellings(operator) else None
+    return operator if function in spellings(operator) else None
 
 
 @cache

@@ -119,26 +119,24 @@ class Level:
         return isinstance(module, self.protected) and (self.name != "apex_O2" or bool(module.affine))
 
 
-MINDSPORE = {
-    row.name: row
-    for row in (
-        Level("O0"),
-        Level("O1", "mindspore"),
-        Level("O2", "", MODULES["black"], True, _WIDE, wide_loss=True),
-        Level("O3", "", (), True, _WIDE, wide_loss=True),
-        Level("auto", "auto", wide_loss=True),
-    )
-}
-PRESETS = {
-    row.name: row
-    for row in (
-        Level("apex_O0", dtype=_WIDE),
-        Level("apex_O1", "apex"),
-        Level("apex_O2", "", MODULES["batch_norms"], True, _WIDE),
-        Level("apex_O3", "", (), True, _WIDE),
-        Level("keras_float32", dtype=_WIDE),
-        Level("keras_mixed_float16", "", MODULES["keras"], True),
-        Level("keras_mixed_bfloat16", "", MODULES["keras"], True, dtype=torch.bfloat16),
-        Level("torch_autocast", "torch"),
-    )
-}
+def _table(*rows: Level) -> dict[str, Level]:
+    return {row.name: row for row in rows}
+
+
+MINDSPORE = _table(
+    Level("O0"),
+    Level("O1", "mindspore"),
+    Level("O2", "", MODULES["black"], True, _WIDE, wide_loss=True),
+    Level("O3", "", (), True, _WIDE, wide_loss=True),
+    Level("auto", "auto", wide_loss=True),
+)
+PRESETS = _table(
+    Level("apex_O0", dtype=_WIDE),
+    Level("apex_O1", "apex"),
+    Level("apex_O2", "", MODULES["batch_norms"], True, _WIDE),
+    Level("apex_O3", "", (), True, _WIDE),
+    Level("keras_float32", dtype=_WIDE),
+    Level("keras_mixed_float16", "", MODULES["keras"], True),
+    Level("keras_mixed_bfloat16", "", MODULES["keras"], True, dtype=torch.bfloat16),
+    Level("torch_autocast", "torch"),
+)

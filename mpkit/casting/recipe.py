@@ -242,8 +242,7 @@ class Recipe:
 
     def delayed(self) -> dict[str, TensorScalePolicy]:
         """The policies that keep state, by tensor: input, weight, grad."""
-        kept = {key.partition("_")[2]: cast.policy for key, cast in self.casts() if cast and cast.delayed}
-        return {tensor: policy for tensor, policy in kept.items() if policy}
+        return {key.partition("_")[2]: c.policy for key, c in self.casts() if c and c.policy and c.policy.delayed}
 
 
 def uniform(name: str, forward: Cast, grad: Cast | None = None, weight: Cast | None = None) -> Recipe:

@@ -42,7 +42,7 @@ def table(*parts: Part) -> dict[str, Handler]:
     always: list[Part] = [
         (ops.COMPOSED, do.looks_inside),
         (("checkpoint", "tag_activation_checkpoint"), do.cast_inside),
-        (("unflatten",), do.unflattened),
+        (("unflatten",), lambda func, args, kwargs: torch.unflatten(*args, **kwargs)),  # no method for the compiler
         (("backward", "grad"), do.differentiated),
     ]
     return {name: handler for names, handler in (*always, *parts) for name in names}

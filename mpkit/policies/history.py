@@ -66,12 +66,11 @@ def run(policy: ScalePolicy, finite: ArrayLike | Tensor) -> ScaleHistory:
     >>> run(ScalePolicy(growth_interval=2), [True, True, False, True]).scale
     array([ 65536., 131072.,  65536.,  65536.])
     """
-    check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
-    flags = _array("finite", finite, "b")
+    state, flags = initial(policy), _array("finite", finite, "b")
     if flags.ndim not in (1, 2) or flags.shape[1:] not in ((), policy.shape):
         shapes = f"(steps,) or (steps, {policy.shape[0]})" if policy.shape else "(steps,); stack([...]) makes a vector"
         raise ValueError(f"finite must have shape {shapes}, got {flags.shape}")
-    return (_run_vector if policy.shape else _run_one)(policy, flags)
+    return (_run_vector if policy.shape else _run_one)(policy, state, flags)
 
 
 def _array(name: str, value: ArrayLike | Tensor, kinds: str) -> np.ndarray:
@@ -81,21 +80,19 @@ def _array(name: str, value: ArrayLike | Tensor, kinds: str) -> np.ndarray:
     return array if array.size else array.astype(bool)
 
 
-def _run_one(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
-    state, raised, scales = initial(policy), 0, []
+def _run_one(policy: ScalePolicy, state: ScaleState, flags: np.ndarray) -> ScaleHistory:
+    start, raised, scales = state.scale, 0, []
     for flag in flags.tolist():
         state, raised = advance(policy, state, flag)
         if raised:
             break
         scales.append(state.scale)
-    done, start = len(scales), initial(policy).scale
-    flags, scale = flags[:done], np.array(scales, dtype=np.float64)
-    stopped = done if raised else None
+    flags, scale = flags[: len(scales)], np.array(scales, dtype=np.float64)
+    stopped = len(scales) if raised else None
     return ScaleHistory(policy, flags, scale, np.logical_not(flags), stopped, STOPS[Stop(raised)], state, start)
 
 
-def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
-    state = initial(policy)
+def _run_vector(policy: ScalePolicy, state: ScaleState, flags: np.ndarray) -> ScaleHistory:
     n, device, start = policy.shape[0], state.scale.device, state.scale.numpy(force=True)
     flags = np.broadcast_to(flags if flags.ndim == 2 else flags[:, None], (len(flags), n))
     steps = torch.tensor(flags, device=device)
@@ -104,8 +101,7 @@ def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
     for t, flag in enumerate(steps.unbind()):
         state, raised = advance(policy, state, flag)
         scales[t] = state.scale
-        if isinstance(raised, Tensor):
-            codes[t] = raised
+        codes[t] = raised
     stops = codes.numpy(force=True)
     stopped = np.maximum.accumulate(stops != 0, axis=0)
     scale = np.where(stopped, np.nan, scales.numpy(force=True))

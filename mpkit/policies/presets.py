@@ -51,7 +51,7 @@ def preset(framework: str, **parameters: object) -> ScalePolicy:
     >>> preset("deepspeed", scale_window=500).hysteresis
     2
     """
-    row = _known(framework)
+    row = _ROWS[check_choice("framework", framework, _ROWS)]
     own: Values = {**row.own, **parameters}
     if strange := own.keys() - row.own.keys():
         raise TypeError(f"{framework} takes {', '.join(row.own)}; got {', '.join(sorted(strange))}")
@@ -65,8 +65,6 @@ def preset(framework: str, **parameters: object) -> ScalePolicy:
     for rule in row.rules:
         made |= rule(made)
     policy = ScalePolicy(**{name: made[name] for name in FIELDS & made.keys()}, name=framework)
-    if policy.shape:
-        return policy
     return replace(policy, init_scale=in_format(policy.scale_bits, policy.init_scale))  # as the framework stores it
 
 
@@ -76,7 +74,7 @@ def own_names(framework: str) -> tuple[str | None, str]:
     >>> own_names("paddle")
     ('init_loss_scaling', 'incr_every_n_steps')
     """
-    row = _known(framework)
+    row = _ROWS[check_choice("framework", framework, _ROWS)]
     called = {row.field_of(name): name for name in row.own}
     return called.get("init_scale"), called["growth_interval"]
 
@@ -105,10 +103,6 @@ class _Row:
 
 
 FIELDS = {f.name for f in fields(ScalePolicy)} - {"name"}
-
-
-def _known(framework: str) -> _Row:
-    return _ROWS[check_choice("framework", framework, _ROWS)]
 
 
 # --- ranges that classes refuse
@@ -181,8 +175,6 @@ def _jmp(p: Values) -> Values:
 
 def _layers(p: Values) -> Values:
     check_kind("layer_scale_dict", layers := p["layer_scale_dict"], Mapping, "{name: scale}")
-    if not layers:
-        raise ValueError("layer_scale_dict needs at least one layer: {name: scale}")
     for name, scale in layers.items():
         _above(0)(f"the scale of {name!r} in layer_scale_dict", scale)
     return {"init_scale": torch.tensor([*layers.values()], dtype=torch.float64), "layers": tuple(layers)}

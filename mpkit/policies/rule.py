@@ -137,9 +137,8 @@ class ScalePolicy(Vector):
         >>> run_down.growth_factor, run_down.backoff_divisor, run_down.backoff_factor
         (3.0, 3.0, 1.0)
         """
-        factors = {"growth_factor": factor, "backoff_factor": 1.0, "backoff_divisor": factor}
-        bounds = {"growth_interval": window, "min_scale": floor}
-        return cls(**{"init_scale": init_scale, **factors, **bounds, **others})
+        moves = {"growth_factor": factor, "growth_interval": window, "backoff_factor": 1.0, "backoff_divisor": factor}
+        return cls(**{"init_scale": init_scale, "min_scale": floor, **moves, **others})
 
     @classmethod
     def fixed(cls, scale: float, **others: Any) -> ScalePolicy:
@@ -200,21 +199,15 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
     `finite` is a Python bool with a state of numbers, or a bool tensor of the policy's shape with a state of tensors;
     then nothing is read on the host. The error code is 0, or the `Stop` that says which error the framework raises
     here; the caller decides what to do about it. A part of the rule that a policy does not use (a plain number that
-    says so) costs nothing.
+    says so) costs next to nothing.
     """
-    if not (isinstance(policy, ScalePolicy) and isinstance(state, ScaleState)):
-        kinds = f"{type(policy).__name__} and {type(state).__name__}"
-        raise TypeError(f"need a ScalePolicy and what initial(policy) gave, got {kinds}")
-    if isinstance(finite, Tensor) and finite.dtype != torch.bool:
-        raise TypeError(f"finite must be a bool tensor, got {finite.dtype}; write finite != 0")
+    check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
+    check_kind("state", state, ScaleState, "what initial(policy) gave")
     p, s = policy, state.decided
     bad = finite ^ True  # `^ True` and `&` mean the same for Python's booleans and for tensors; `~` and `and` do not
     # counted first: the step that completes the interval is the one that grows
     good = state.good + 1
-    due = good == p.growth_interval
-    if p.growth_ge is not False:
-        due = due | (good > p.growth_interval) & p.growth_ge
-    due = due & finite
+    due = ((good == p.growth_interval) | (good > p.growth_interval) & p.growth_ge) & finite
     # with hysteresis or a tolerance not every bad step makes the scale back off
     state, shrink = _patience(p, state, due, bad)
 
@@ -260,8 +253,6 @@ def _grown(p: ScalePolicy, s: Value) -> Value:
     grown = _at_most(_rounded(p, s * p.growth_factor), p.max_scale)
     if p.clamp_both_ways is not False:
         grown = _where(p.clamp_both_ways, _at_least(grown, p.min_scale), grown)
-    if p.hold_at_overflow is False:
-        return grown
     # torch and MindSpore keep a scale that would grow to inf; others go there
     return _where((grown == math.inf) & p.hold_at_overflow, s, grown)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from mpkit.arguments import Checked, check_flag, check_kind, check_number, is_number, is_whole
+from mpkit.arguments import Checked, check_flag, check_kind, check_number
 from mpkit.device import as_device
 
 Value = Any  # a Python number, or a tensor of them: one rule serves both
@@ -21,13 +21,10 @@ NEVER = 2**62
 """A count that is not reached."""
 
 
-def steps(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> int:
+def steps(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> int:
     """A whole number of steps; what no training reaches is one number, that a counter of 64 bits compares with."""
-    if not is_number(value):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} must lie in [{low}, {high}], got {value!r}")
-    if not is_whole(value) and not math.isinf(value) and value != int(value):
+    check_number(name, value, low=low, high=high, closed_high=True)
+    if math.isfinite(value) and value != int(value):
         raise ValueError(f"{name} counts steps and must be whole, got {value!r}")
     return int(max(-NEVER, min(value, NEVER)))
 
@@ -58,7 +55,7 @@ class Vector(Checked):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return all(_same(mine, getattr(other, key)) for key, mine in vars(self).items())
+        return self.plain() == other.plain()
 
     def __hash__(self) -> int:
         return hash((self.name, self.shape))
@@ -79,19 +76,17 @@ class Vector(Checked):
         picked: dict[str, Any] = {key: value.expand(self.shape)[index].item() for key, value in self.tensors().items()}
         return replace(self, **picked, **({"layers": ()} if hasattr(self, "layers") else {}))  # type: ignore[type-var]
 
+    def plain(self) -> dict[str, Any]:
+        """Every field as a number or a list of them."""
+        return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in vars(self).items()}
+
     def tensors(self) -> dict[str, Tensor]:
         """The fields in which the policies of a vector differ."""
         return {key: value for key, value in vars(self).items() if isinstance(value, Tensor)}
 
 
-def _same(a: Value, b: Value) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a.cpu(), b.cpu())
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
-
-
 def stacked(kind: type[Policy], policies: Iterable[Policy], spread: str, device: torch.device | str) -> Policy:
-    """Single policies -> a vector: tensors where they differ, numbers where all agree, `spread` always a tensor."""
+    """Single policies -> a vector: tensors where they differ, numbers where all agree; `spread` is always a tensor."""
     check_kind("policies", policies, Iterable, f"a list of {kind.__name__} objects")
     rows, device = list(policies), as_device(device)
     if not rows:
@@ -101,9 +96,8 @@ def stacked(kind: type[Policy], policies: Iterable[Policy], spread: str, device:
             raise TypeError(f"a vector is made of single {kind.__name__} objects, got {row!r:.200}")
     columns = {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}  # type: ignore[arg-type]
     names, _ = columns.pop("name"), columns.pop("layers", None)
-    made = {key: values[0] if len(set(values)) == 1 else _column(values, device) for key, values in columns.items()}
-    if not any(isinstance(value, Tensor) for value in made.values()):
-        made[spread] = _column(columns[spread], device)
+    alike = {key: values[0] for key, values in columns.items() if len(set(values)) == 1 and key != spread}
+    made = {key: alike[key] if key in alike else _column(values, device) for key, values in columns.items()}
     return kind(**{**made, "name": names[0] if len(set(names)) == 1 else "stack"})
 
 

@@ -89,16 +89,14 @@ def check_and_unscale_(
     check_kind("found_inf", found_inf, Tensor, "the result of an earlier call", optional=True)
     if found_inf is not None and not found_inf.is_floating_point():
         raise TypeError(f"found_inf must be the float32 result of an earlier call, got {found_inf.dtype}")
-    inverse = (scale.detach() if scale.requires_grad else scale).reciprocal()
     # the reciprocal of a scale of another dtype is a float32 too, as MindSpore has it
-    inverse = inverse if inverse.dtype == torch.float32 else inverse.float()
-    found = torch.zeros_like(inverse)
+    inverse = scale.detach().reciprocal().float()
+    found = inverse.new_zeros(())
     try:  # most often all are dense and alike
         ((dtype, _),) = {(g.dtype, g.device) for g in (grads[:1] if uniform else grads)}  # type: ignore[union-attr]
         _divide(grads, found, _cast(inverse, dtype))
     except (AttributeError, RuntimeError, TypeError, ValueError):  # refused before anything was changed
         found = _by_group(grads, inverse)
-    found = found if found.dim() == 0 else found.reshape(())
     return found if found_inf is None else torch.maximum(found_inf, found, out=found_inf)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -10,13 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import Count, check_alike, check_count, check_number, checked
+from mpkit.arguments import Count, check_alike, check_count, checked
 from mpkit.policies import ScalePolicy, preset
 
 from .scale import Face, Scale
 from .scaler import AtLeast1, need_flag
-
-_ONE = torch.tensor(1)  # a 0-d CPU tensor is cheaper than a Python number, which torch wraps each time
 
 
 class LossScaleManager(ABC):
@@ -195,8 +192,6 @@ class DynamicLossScaleUpdateCell(nn.Module):
     def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
         super().__init__()
         self.loss_scale_value, self.scale_factor, self.scale_window = loss_scale_value, scale_factor, scale_window
-        for name in ("loss_scale_value", "scale_factor", "scale_window"):
-            check_number(name, getattr(self, name), low=-math.inf)
         self.register_buffer("cur_iter", torch.ones((), dtype=torch.int64))
         self.register_buffer("streak", torch.zeros((), dtype=torch.int32))
         self._live: Scale | None = None
@@ -226,5 +221,5 @@ class DynamicLossScaleUpdateCell(nn.Module):
         # the scale is the caller's, and whoever moved this module has replaced its buffers
         self._live.value, self._live.counts["good"] = loss_scale, self.streak
         self._live.advance_(overflow.float())
-        self.cur_iter.add_(_ONE)
+        self.cur_iter.add_(1)
         return overflow

@@ -130,8 +130,7 @@ class Scale:
         check_alike("the state of a scale", state, {"policy": None})
         saved, own = ScalePolicy(**state["policy"]), self.policy
         if saved.name != own.name if adopt else saved != own:
-            there = {key: value for key, value in vars(saved).items() if replace(own, **{key: value}) != own}
-            raise ValueError(f"this state belongs to another policy; build the scaler with one that has {there}")
+            raise ValueError(f"this state belongs to another policy; build the scaler with {saved}")
         check_alike("the state of a scale", state, {**self.state_dict(), "policy": None})
         if adopt and not state["scale"] >= saved.min_scale:
             raise ValueError(f"this state is damaged: a scale of {state['scale']} is below its floor {saved.min_scale}")

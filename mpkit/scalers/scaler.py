@@ -208,8 +208,7 @@ class PolicyLossScaler(LiveScaler):
         if layer is not None or not (shape := self.live.shape):
             return super()._map(function, inputs, layer)
         if not isinstance(inputs, tuple | list) or len(inputs) != shape.numel():
-            came = f"{len(inputs)} entries" if isinstance(inputs, tuple | list) else type(inputs).__name__
-            raise ValueError(f"{shape.numel()} scales need a tuple or list with one entry for each, got {came}")
+            raise ValueError(f"{shape.numel()} scales need a tuple or list with one entry for each, got {inputs!r:.80}")
         return type(inputs)(super(PolicyLossScaler, self)._map(function, x, i) for i, x in enumerate(inputs))
 
 
@@ -237,12 +236,8 @@ def scale_of(scale_sense: object, device: torch.device | str) -> Scale:
     elif callable(owner) and hasattr(owner, "get_loss_scale"):
         start = float(owner.get_loss_scale())
     else:
-        manager = hasattr(owner, "get_update_cell")
-        hint = (
-            "ask the manager for its cell with get_update_cell()" if manager else "wrap a number with torch.tensor(...)"
-        )
-        what = "an update cell, a loss scaler or a tensor of shape () or (1,)"
-        raise TypeError(f"scale_sense must be {what}, got {type(owner).__name__}; {hint}")
+        what = "an update cell (a manager's get_update_cell()), a loss scaler or a tensor (torch.tensor(1024.0))"
+        raise TypeError(f"scale_sense must be {what}, got {type(owner).__name__}")
     copied = scale_tensor(start, device, "scale_sense")
     if isinstance(owner, Scale):
         return owner.to_(device)

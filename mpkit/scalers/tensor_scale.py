@@ -45,8 +45,6 @@ class TensorScaler:
     def observe_(self, amax: Tensor) -> None:
         """Take in the largest magnitude of one tensor, one float number; NaN stays visible to the policy."""
         check_kind("amax", amax, Tensor, "a tensor of one number, such as x.abs().amax()")
-        if amax.numel() != 1:
-            raise ValueError(f"amax is the largest magnitude of the tensor, got shape {tuple(amax.shape)}; take amax()")
         self.follow_(amax.device)
         self.amax = torch.maximum(self.amax, amax.detach().float().reshape(()))
         self.pending = True
@@ -88,14 +86,12 @@ def update_all_(scalers: Sequence[TensorScaler]) -> None:
     update stays as it is.
     """
     check_kind("scalers", scalers, (list, tuple), "a list of TensorScaler objects")
-    if not several_processes():
-        for scaler in scalers:
-            if scaler.pending:
-                _end(scaler, None)
-    elif scalers:
-        found = torch.stack([_pattern(scaler).to(scalers[0].amax.device) for scaler in scalers])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        for scaler, pattern in zip(scalers, found.unbind()):
+    several = several_processes()
+    if waiting := [scaler for scaler in scalers if several or scaler.pending]:
+        found = torch.stack([_pattern(scaler).to(waiting[0].amax.device) for scaler in waiting])
+        if several:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        for scaler, pattern in zip(waiting, found.unbind()):
             _end(scaler, pattern.to(scaler.amax.device))
 
 
@@ -114,13 +110,10 @@ def _pattern(scaler: TensorScaler) -> Tensor:
     return scaler.amax.view(torch.int32) & 0x7FFFFFFF
 
 
-def _end(scaler: TensorScaler, pattern: Tensor | None) -> None:
-    """One step of one scaler, from its own amax or from the largest of all processes."""
-    before = scaler.state
-    amax = scaler.amax if pattern is None else pattern.clamp(min=0).view(torch.float32)
-    scaler.state = advance_tensor_scale(scaler.policy, before, amax)
-    if pattern is not None:  # only the device knows whether any process has seen something
-        unseen = pattern == _NOTHING
-        scaler.state = TensorScaleState(*(torch.where(unseen, old, new) for old, new in zip(before, scaler.state)))
+def _end(scaler: TensorScaler, pattern: Tensor) -> None:
+    """One step of one scaler, from the pattern of the largest amax of all processes."""
+    after = advance_tensor_scale(scaler.policy, scaler.state, pattern.clamp(min=0).view(torch.float32))
+    unseen = pattern == _NOTHING  # only the device knows whether any process has seen something
+    scaler.state = TensorScaleState(*(torch.where(unseen, old, new) for old, new in zip(scaler.state, after)))
     scaler.amax = torch.zeros_like(scaler.amax)
     scaler.pending = False

@@ -365,7 +365,7 @@ ENDS = {  # preset -> (what it is made with, what its framework refuses beside t
     "mindspore_manager": ({}, [{"scale_factor": 0}], [{"scale_factor": 1}]),
     "fairscale_layerwise": (
         {"layer_scale_dict": {"a": 1.0, "b": 2.0}},
-        [{"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"layer_scale_dict": {}}, {"layer_scale_dict": {"a": 0.0}}],
+        [{"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"layer_scale_dict": {"a": 0.0}}],
         [{"layer_scale_dict": {"a": 1.0}}, {"backoff_factor": 0.0}],
     ),
 }

@@ -193,7 +193,7 @@ def test_the_last_bits_of_a_product_are_no_clipping(last_bits, clipped):
         (lambda: sweep_tensor_scales([1.0], margin=16), TypeError, "margin must be a list"),
         (lambda: sweep_tensor_scales([1.0], algorithm="max"), TypeError, "algorithm must be a list"),
         (lambda: tensor_scale_preset("te"), ValueError, "te_delayed"),
-        (lambda: tensor_scale_preset("te_delayed", length=3), TypeError, "history_len"),
+        (lambda: tensor_scale_preset("te_delayed", length=3), TypeError, "length"),
         (lambda: tensor_scale_preset("te_delayed", amax_compute_algo="mean"), ValueError, "most_recent"),
         (lambda: advance(TE, initial_tensor_scale(TE), -1.0), ValueError, r"\[0, inf\]"),
         (lambda: TE[0], TypeError, "one policy"),
