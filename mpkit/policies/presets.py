@@ -160,11 +160,6 @@ def _free(p: Values) -> Values:
     return {"min_scale": p["min_scale"] or 0.0, "max_scale": p.get("max_scale") or math.inf}
 
 
-def _standard(**defaults: float) -> Callable[[Values], Values]:
-    """None is a number too."""
-    return lambda p: {name: value if p[name] is None else p[name] for name, value in defaults.items()}
-
-
 def _jmp(p: Values) -> Values:
     """`jit`: as carried through `jax.jit`, where the floor is lost (1) and the division becomes a product."""
     bits = {"float16": 16, "float32": 32, "float64": 64}[p["dtype"]]
@@ -196,7 +191,7 @@ def _paddle_fixed(own: Values) -> float | None:
 _USUAL = {"growth_factor": 2.0, "backoff_factor": 0.5}
 _TO_INF, _WIDE = {"hold_at_overflow": False}, {"hold_at_overflow": False, "scale_bits": 64}
 _PADDLE = {"refill_on_finite": True, "refill_on_backoff": True}
-_TF = {"min_scale": 1.0, "growth_ge": True}
+_TF, _STANDARD = {"min_scale": 1.0, "growth_ge": True}, {"init_scale": 2.0**15, "growth_interval": 2000}
 _MINDSPORE = {"scale_factor": NEEDED, "scale_window": NEEDED}
 _FACTOR = {"scale_factor": _above(0)}
 
@@ -219,7 +214,7 @@ _ROWS: dict[str, _Row] = {
         {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000}, {**_TO_INF, "flush_subnormal": True}),
     "tf_keras": _Row(
         {"dynamic": True, "initial_scale": None, "dynamic_growth_steps": None}, _TF,
-        rules=(_standard(init_scale=2.0**15, growth_interval=2000),), fixed=_tf_fixed),
+        rules=(lambda p: {name: usual for name, usual in _STANDARD.items() if p[name] is None},), fixed=_tf_fixed),
     "tf_v1": _Row(  # the compiler makes the division a product
         {"initial_loss_scale": 2.0**15, "increment_period": 2000, "multiplier": 2.0}, _TF,
         {"multiplier": _above(0)}, (_multiplies,)),

@@ -203,6 +203,8 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
     """
     check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
     check_kind("state", state, ScaleState, "what initial(policy) gave")
+    if isinstance(finite, Tensor) and finite.dtype != torch.bool:
+        raise TypeError(f"finite must be a bool tensor, got {finite.dtype}; write finite != 0")
     p, s = policy, state.decided
     bad = finite ^ True  # `^ True` and `&` mean the same for Python's booleans and for tensors; `~` and `and` do not
     # counted first: the step that completes the interval is the one that grows

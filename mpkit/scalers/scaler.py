@@ -22,9 +22,8 @@ Nest = TypeVar("Nest")
 
 def checked_scale(name: str, value: float) -> float:
     """A number >= 1; NaN is one, as in MindSpore. Raises TypeError or ValueError."""
-    if isinstance(value, float) and math.isnan(value):
-        return value
-    return check_number(name, value, low=1.0, closed_high=True)
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return value if is_nan else check_number(name, value, low=1.0, closed_high=True)
 
 
 AtLeast1 = Annotated[float, checked_scale]
