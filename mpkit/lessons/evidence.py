@@ -188,9 +188,9 @@ def _bars(see: Sheet, bars: list[Stop], fmt: FloatFormat, report: Report, scale:
         look: dict[str, Any] = {"fill": f"{color}/0.4", "edge": color, "width": 1.5, "dash": dash}
         if stop.high:
             panel.boxes([left], [row - 0.2], [right], [row + 0.2], **look)
-        if report.operation and not stop.backward and stop.name == report.module:
+        if report.phase == "forward" and not stop.backward and stop.name == report.module:
             panel.text("born here", left, row, beside=-8, color="overflow", halo=True)
-        panel.text(word, high - 1, row - 0.36 * bool(stop.high), anchor="end", color="overflow", halo=True)
+        panel.text(word, high - 1, row, anchor="end", color="overflow", halo=True)
     row = next(i for i, stop in enumerate(bars) if stop.backward)
     top = math.log2(bars[row].high) if bars[row].high else scale
     grip = {"base": top - scale, "cross": row, "note": f"scale {power_of_two(scale)}"}

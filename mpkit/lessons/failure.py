@@ -94,7 +94,7 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     grip = {"base": float(middle), "cross": -0.95, "note": "drag all rows"}
     panel.handle("x", "scale", scale, 0, 40, "loss scale, 2 to the", **grip)
     lost = tenths(zero)
-    told = [f"{t:g} % are 0" if not o else f"{o:g} % are inf" for t, o in zip(lost, tenths(over))]
+    told = [f"{t:g} % are 0" if not o else f"{o:g} % inf, NaN" for t, o in zip(lost, tenths(over))]
     panel.text(told, np.full(len(LAYERS), LAST), np.arange(len(LAYERS)), anchor="start", dx=8)
     see.say(
         f"After {step} steps, times 2^{scale}: float16 computes {lost[0]:g} % of the first layer's gradients as 0, "
