@@ -153,8 +153,9 @@ class AdaSum(nn.Module):
                          sends and holds 2n values however many nodes there are; "full": each rank gets the updates of
                          all and gives bit for bit what `adasum` gives. Both apply the same formula.
         eps:             times the ranks below a level, added to the three inner products.
-    Raises:  ValueError for a world that is not device_number x 2**m; RuntimeError without a process group, and torch's
-             own when a peer is gone, or silent for longer than the process group waits.
+    Raises:  ValueError for a world that is not device_number x 2**m, and for parameters of other shapes in another
+             process; RuntimeError without a process group, and torch's own when a peer is gone, or silent for longer
+             than the process group waits.
     Edges:   buffers such as batch norm statistics stay local to each rank.
     Source:  MindSpore boost.AdaSum, which halves vector by vector between partners, with the same result, and where
              part of the code takes 8 for the device number; arXiv:2006.02924.
@@ -184,6 +185,10 @@ class AdaSum(nn.Module):
             )
         self.rank, self.device_number, self.group_number = rank, device_number, group_number
         self.exchange, self.eps, self.weights = exchange, eps, tuple(parameter_tuple)
+        every: list[Any] = [None] * world
+        dist.all_gather_object(every, [tuple(p.shape) for p in self.weights], process_group)
+        if any(shapes != every[0] for shapes in every):
+            raise ValueError(f"each process needs the same parameters, in the same order; their shapes are {every}")
         # None stays None: holding the default group would outlive its destruction
         self._node, self._nodes, self._in_node = None, process_group, [rank]
         if device_number > 1:

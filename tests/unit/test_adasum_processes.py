@@ -87,6 +87,15 @@ def _descend(rank: int, world: int, rows: slice) -> list[Tensor]:
     return [*(p.detach() for p in params), reduce.inverse_hessian]
 
 
+def mismatched(rank: int, world: int) -> list[str]:
+    """What a process hears whose weight has another shape than that of another process."""
+    try:
+        AdaSum(rank, 1, world, [nn.Parameter(torch.zeros(3 + (rank == 1)))])
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def rank_main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.chdir(folder)
@@ -94,7 +103,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks talk inside this machine, whatever its name resolves to
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
-    seen = {act.__name__: act(rank, world) for act in (merge, train, reduce_dimensions)}
+    seen = {act.__name__: act(rank, world) for act in (merge, train, reduce_dimensions, mismatched)}
     torch.save(seen, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -145,6 +154,12 @@ def test_dimension_reduction_over_ranks_equals_one_process(run: tuple[int, list[
     for seen in run[1]:
         for got, want in zip(seen["reduce_dimensions"], alone):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_other_shapes_in_another_process_are_told_to_all(run: tuple[int, list[dict[str, Any]]]) -> None:
+    for seen in run[1]:
+        assert "same parameters, in the same order" in seen["mismatched"][0]
 
 
 @pytest.mark.slow
