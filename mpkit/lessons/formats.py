@@ -193,14 +193,14 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, value: float, near: 
     at = min(max(near, low), high)
     for height, name in rows:
         other = get_format(name)
-        centre, stored = (store(min(max(v, -other.max), other.max), other) for v in (at, near))
+        centre, stored = store(min(max(at, -other.max), other.max), other), store(near, other)
         values = [v for v in beside(centre, other, range(-60, 61)) if low <= v <= high]
         line.points([height] * len(values), values, "ink", glyph="|", size=9, width=1.6)
         if low <= (kept := value_of(stored, other)) <= high:
             line.points([height], [kept], "reference", glyph="D", size=4.5, label="stored", told=f"{kept:.7g}")
         text = "" if values else f"{name} has no value so near"
         text = "its nearest values" if len(values) > 60 else text
-        line.text(text, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
+        line.text(text, low, height, anchor="start", dy=-14 if values else 0, color="muted", halo=True)
     away = -1 if math.copysign(1, value) < 0 else 1  # from zero, where one ulp ends at the next number
     look = {"fill": "own/0.5", "edge": "own", "label": "gap", "told": f"{gap:.4g}", "quiet": True}
     line.boxes([value], [1.21], [value + away * gap], [1.35], **look)

@@ -129,7 +129,7 @@ def prediction(
     panel.line(mine, **look)
     see.idle |= {"typed"}
     off, picture = min((float(np.abs(guess - line(wrong)).mean()), tells) for wrong, tells in said["wrong"])
-    picture = said["right"] if near >= 0.88 * count else picture if off < 0.1 * (ends[1] - ends[0]) else said["other"]
+    picture = said["right"] if near >= 0.88 * count else picture if off < 0.025 * (ends[1] - ends[0]) else said["other"]
     head = f"At {{near}} of {{count}} points your line is within {said['near']}."
     see.say(f"{head} {{picture}} What happened: {said['happened']}.", count=count, picture=picture, **numbers)
     return len(truth)
