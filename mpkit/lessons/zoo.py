@@ -121,7 +121,7 @@ def _every_rule(see: Sheet, beside: str, scales: Any, bad: Any, ceiling: Any, do
     for k, same in enumerate(alike.values()):
         i = next((j for j in same if j in (first, second)), same[0])
         where: dict[str, Any] = {"row": k // columns + 1, "col": k % columns, "pad": [24, 6, 6, 8]}
-        title = f"{ZOO[i]}{f' + {len(same) - 1}' if len(same) > 1 else ''}: {done.skipped[i]} skipped"
+        title = f"{ZOO[i]}{f' + {len(same) - 1}' if len(same) > 1 else ''}: {done.skipped[i]} ×"
         panel = see.panel(title=title, title_size=10, x=dict(small[0]), y=dict(small[1]), **where)
         if overflows:
             panel.line(top, color="overflow", width=1, step="mid")
