@@ -116,7 +116,7 @@ def levels(see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False
     see.idle = set() if mode == "manual" else {*switches}
     this = AutoBoost(level, {"boost": {"mode": mode, **(switches if mode == "manual" else {})}})
     trained, step = measured_as(this)
-    rows = sorted({"none", compare, trained} - {""}, key=COMPARED.index)
+    rows = sorted({"none", trained if compare == "none" else compare} - {""}, key=COMPARED.index)
     steps = np.array([first_steps(name) for name in rows])
     removed, norms = thinned()
     removed *= "less_bn" in this.active

@@ -159,7 +159,8 @@ def dynamics(
         told |= {"top": np.log2(ceiling), "empty": tenths(zeros), "plain": tenths(plain)}
     else:
         bound, share = "{top}", ""
-        told["top"] = np.where(ceiling > 0, "below the ceiling", "and no scale helps: the loss is not finite")
+        side = np.where(scale > ceiling, "above the ceiling", "below the ceiling")
+        told["top"] = np.where(ceiling > 0, side, "and no scale helps: the loss is not finite")
     guess = "" if "fp16" in trace.measured else " The ceiling is an estimate where gradients were not recorded."
     see.say(
         f"{name}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
