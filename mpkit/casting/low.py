@@ -263,9 +263,13 @@ def precision(x: Tensor) -> Target:
 
 
 def values_of(x: Tensor) -> Tensor:
-    """A float tensor without its graph; of a format the float32 values that stand for it."""
+    """The values that a float tensor of any layout or format stores, without its graph."""
     x = x.detach()
-    return x.values if isinstance(x, Low) else x
+    if isinstance(x, Low):
+        return x.values
+    if x.layout is torch.strided and not x.is_nested:
+        return x
+    return x.coalesce().values() if x.layout is torch.sparse_coo else x.values()
 
 
 def name_of(target: Target) -> str:
