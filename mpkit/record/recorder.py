@@ -186,7 +186,8 @@ class Recorder(Hook):
         if due or found is None:
             divided = was_unscaled(self._note) if unscaled is None else unscaled
             with torch.no_grad():
-                values, factor = self._values(), torch.as_tensor(1.0 if divided else scale).double().reciprocal()
+                factor = torch.as_tensor(1.0 if divided else scale, device=loss.device).double().reciprocal()
+                values = self._values()
                 total = total_norm(values.values())
                 norm, found = total * factor, ~total.isfinite() if overflow is None else overflow
                 for p, part in values.items() if due else ():
