@@ -269,8 +269,9 @@ def test_recording_reads_nothing_on_the_host() -> None:
     recorder = Recorder(network, torch.optim.SGD(network.parameters(), torch.tensor(0.1)), activations=True)
     loss = network(batch()[0].to("meta")).sum()
     loss.backward()
-    for _ in range(2):
-        recorder.record(loss, scale=torch.tensor(8.0, device="meta"))
+    with torch.device("cpu"):  # a default device moves no scale
+        for _ in range(2):
+            recorder.record(loss, scale=torch.tensor(8.0, device="meta"))
     assert recorder.index == 2
 
 
