@@ -71,3 +71,8 @@ def test_axe_finds_nothing_in_any_theme(every, opened, theme):
     tab.evaluate("() => document.querySelectorAll('.mpk details').forEach((more) => { more.open = true; })")
     tab.evaluate(Axe().axe_script)
     assert tab.evaluate(LOOK, [{"include": [[".mpk"]]}, {"resultTypes": ["violations"]}]) == []
+
+
+def test_a_view_fits_a_screen_of_720_pixels_with_its_buttons_and_its_sentence(every, opened):
+    tab, _ = opened(every[1], "JupyterLab, light", 1130)  # the width that JupyterLab leaves of 1280
+    assert {name: high for name, high in tab.evaluate(HEIGHTS) if high > ROOM} == {}
