@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from recorded import trace_of
+from torch import nn
 
 from mpkit.blocks import MXFP8_E4M3, quantize_blocks
 from mpkit.boost import GroupLossScaleManager
+from mpkit.diagnose import diagnose
 from mpkit.formats import E4M3FN, E5M2, FP16, get_format
 from mpkit.optimizers import SGD
 from mpkit.policies import preset
@@ -86,3 +88,23 @@ def test_the_defaults_of_mpkits_own_policy():
     found = own.init_scale, own.growth_factor, own.backoff_factor, own.growth_interval, own.min_scale, own.max_scale
     assert found == (2.0**16, 2.0, 0.5, 2000, 2.0**-14, 2.0**24)
     assert own.raise_at_min
+
+
+class Large(nn.Module):
+    """Its first layer leaves float16 at inputs of some hundreds."""
+
+    def __init__(self):
+        super().__init__()
+        self.big, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        nn.init.constant_(self.big.weight, 300.0)
+
+    def forward(self, x):
+        return self.norm(self.big(x))
+
+
+def test_a_diagnosis_blames_what_is_to_blame_and_says_what_ends_it():
+    x = 300 * torch.arange(1.0, 5).repeat(2, 1)
+    found = diagnose(Large(), x, torch.sum, level="O2", dtype=torch.float16)
+    assert (found.verdict, found.module) == ("forward_overflow", "big")
+    assert "to_float(network.get_submodule('big'), torch.float32)" in str(found)
+    assert diagnose(Large(), x / 0, torch.sum, level="O2", dtype=torch.float16).verdict == "bad_data"

@@ -17,6 +17,11 @@ def test_a_good_step_moves_and_a_bad_one_does_not():
     assert [float(w.phases[-1].seen.split()[-1]) for w in (good, bad, high)] == [2.0**16, 2.0**15, 2.0**29]
 
 
+@pytest.mark.parametrize(("bad", "done"), [(False, "applied"), (True, "skipped")])
+def test_the_stored_sentence_tells_what_became_of_the_update(bad, done):
+    assert phases(bad=bad).sheet.stored.endswith(f"In this step the update is {done}.")
+
+
 def test_in_the_wrong_order_the_weights_are_lost_and_no_number_says_otherwise():
     late = one_step(16, True, late=True)
     assert late.lost > 0
