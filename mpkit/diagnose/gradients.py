@@ -85,8 +85,8 @@ class Watched:
         self.marks, self.norms = look(self.few), lengths(self.few) if norms else []
 
     def cleared(self) -> bool:
-        grads = [_values(p.grad) for p in self.params if p.grad is not None]
-        return not grads or not any(float(norm) for norm in torch._foreach_norm(grads))  # NaN is true
+        """Those that are looked at come first: mostly one of them says no."""
+        return not any(p.grad is not None and bool(_values(p.grad).any()) for p in (*self.few, *self.params))
 
     def shrunk(self) -> float:
         """How many times larger the gradients were after the last pass, or after `unscale_`; NaN if nobody looked."""
