@@ -85,8 +85,8 @@ class Watched:
         self.marks, self.norms = look(self.few), lengths(self.few) if norms else []
 
     def cleared(self) -> bool:
-        """Those that are looked at come first: mostly one of them says no."""
-        return not any(p.grad is not None and bool(_values(p.grad).any()) for p in (*self.few, *self.params))
+        """Mostly the last says no, a bias or a weight of a norm, which is small."""
+        return not any(p.grad is not None and bool(_values(p.grad).any()) for p in reversed(self.params))
 
     def shrunk(self) -> float:
         """How many times larger the gradients were after the last pass, or after `unscale_`; NaN if nobody looked."""

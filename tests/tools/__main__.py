@@ -11,11 +11,14 @@ views           how quick the views are in a browser
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+for folder in ("tests", "tests/page"):  # modules of tests that tools share
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / folder), os.environ.get("PYTHONPATH"))))
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 TOOLS = {
     "mutants": ["tests/tools/mutants.py"],
