@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from types import MethodType
 from typing import Any
@@ -49,16 +50,8 @@ class Forward:
             # a level rules its own module alone; around it an autocast goes on as before
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self(*args, **kwargs)
-        if not LOCAL.on:
-            # the outermost forward: what is kept of parameters is forgotten at its end, since they may change
-            LOCAL.on = True
-            try:
-                with CastMode():
-                    # whoever is outside of every level knows dtypes alone: of a format, the float32 that holds it
-                    return map_tensors(_left_format, self(*args, **kwargs))
-            finally:
-                LOCAL.on, LOCAL.kept, LOCAL.given = False, {}, []
-        LOCAL.rule, LOCAL.products = None, 0  # a cast is no operation of the module
+        outermost = not LOCAL.on
+        LOCAL.rule, LOCAL.products, LOCAL.on = None, 0, True  # a cast is no operation of the module
         try:
             if rule.protected and LOCAL.given:
                 args, kwargs = map_tensors(_as_it_came, args), map_tensors(_as_it_came, kwargs)
@@ -68,13 +61,16 @@ class Forward:
                 kwargs = {name: cast(x, rule.entry) for name, x in kwargs.items()}
                 if outer[1] is None:
                     LOCAL.given = [(y, x) for y, x in zip((*args, *kwargs.values()), given) if y is not x]
-            LOCAL.rule, LOCAL.module = rule, self.module
-            if self.inner is not None:
-                out = self.inner(*args, **kwargs)
-            else:
-                out = type(self.module).forward(self.module, *args, **kwargs)  # type: ignore[union-attr]
+            module: Any = self.module
+            # no bound method: compilers do not know how to make one
+            forward, own = (self.inner, ()) if self.inner is not None else (type(module).forward, (module,))
+            LOCAL.rule, LOCAL.module = rule, module
+            with CastMode() if outermost else nullcontext():
+                out = forward(*own, *args, **kwargs)
             LOCAL.rule = None
-            return out if self.result is None else cast(out, self.result)
+            out = out if self.result is None else cast(out, self.result)
+            # whoever is outside of every level knows dtypes alone: of a format, the float32 that holds it
+            return map_tensors(_left_format, out) if outermost else out
         except RuntimeError as error:
             told = way_out(error, self.module)
             if told is error:
@@ -82,6 +78,8 @@ class Forward:
             raise told from error
         finally:  # also after an error the caller goes on as it was
             LOCAL.rule, LOCAL.module, LOCAL.products = outer
+            if outermost:  # what is kept of parameters is forgotten, since they may change
+                LOCAL.on, LOCAL.kept, LOCAL.given = False, {}, []
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

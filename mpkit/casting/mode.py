@@ -103,7 +103,8 @@ def cast(x: Any, target: Target) -> Any:
     """A float tensor in `target`, differentiable, and every one in a nest; whatever else passes through."""
     kind = type(x)
     if kind is Tensor or kind is Parameter:
-        if x.dtype is target or not x.dtype.is_floating_point:
+        dtype = x.dtype  # once: while a mode listens, it hears of every look at an attribute
+        if dtype is target or not dtype.is_floating_point:
             return x
         if kind is Parameter and not is_compiling():
             return _cast_parameter(x, target)
