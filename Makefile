@@ -2,8 +2,8 @@
 PYTHON ?= python3
 FOUND = @[ "$$($(PYTHON) -c 'import sys; print(sys.version_info[0])' 2>/dev/null)" = 3 ] || { echo "mpkit: Python 3.11 to 3.13 is needed, and $(PYTHON) is no Python 3 that runs; install one, or name it: make lab PYTHON=/path/to/python3"; exit 1; };
 RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
-# three on two cores: a third of the time a test waits, for a browser, a kernel or a process of its own
-JOBS ?= 3
+# four on two cores: half of the time a test waits, for a browser, a kernel or a process of its own
+JOBS ?= 4
 # the lesson in a browser that make test runs
 IN_TEST = tests/page/test_browser.py::test_a_notebook_runs_and_its_controls_work_by_keyboard[04_dynamic_loss_scale.ipynb]
 PYTEST = python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -rs

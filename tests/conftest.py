@@ -18,7 +18,7 @@ collect_ignore = ["conftest.py", "tools/jitter", "tools/__main__.py"]
 
 # Where only torch, numpy, pandas, matplotlib and pytest are at hand, a GPU server say, the library is still tested.
 JUPYTER_SIDE = (
-    *("browser", "test_browser", "test_environment", "test_forked_kernels", "test_grading", "test_labs"),
+    *("browser", "browser_more", "test_environment", "test_forked_kernels", "test_grading", "test_labs"),
     *("test_notebooks", "test_other_machines", "test_scenes", "test_site", "test_slides", "test_wrong_input"),
 )
 collect_ignore_glob = [] if find_spec("jupyterlab") else [f"*{name}.py" for name in JUPYTER_SIDE]

@@ -1,0 +1,139 @@
+"""The notebooks of `more` in a real JupyterLab, and what a reader's JupyterLab does to a view."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from browser import NARROW, NOTEBOOKS, PATIENCE, Page, visit, written
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.mark.parametrize("notebook", [name for name in NOTEBOOKS if "/" in name])
+def test_a_notebook_of_more_runs_and_its_controls_work_by_keyboard(lab, context, notebook):
+    visit(lab, context, notebook)
+
+
+FAST = [
+    "from mpkit.lessons.dynamic_scale import dynamics\nfrom mpkit.lessons.formats import bits",
+    "shown = bits(number='0')\nshown",
+    "played = dynamics(step=200)\nplayed",
+]
+TOLD = """async (code) => { let text = '';
+  const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+  const future = kernel.requestExecute({code});
+  future.onIOPub = (m) => { if (m.header.msg_type === 'stream') text += m.content.text; };
+  await future.done;
+  return text.trim(); }"""
+
+
+def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
+    """A drag over forty values, two strokes of the pen, a number and an end: ipywidgets would drop most of them."""
+    written(lab, "fast.ipynb", FAST)
+    opened = Page(lab, context, "fast.ipynb")
+    try:
+        opened.run_all()
+        page, told = opened.page, lambda code: opened.page.evaluate(TOLD, code)
+        for bit in (0, *range(6, 16)):
+            page.locator(".pick[data-for=bits]").nth(bit).click(force=True)
+        opened.settled(1)
+        assert told("print(f'{shown.numbers[\"pattern\"]:016b}')") == "1000001111111111"
+
+        number = page.locator("[data-control=number]")
+        number.fill("0.75")
+        number.press("Enter")
+        opened.settled(1)
+        assert told("print(shown.params['number'])") == "0.75"
+
+        grip = page.locator("[data-name=window]")
+        grip.scroll_into_view_if_needed()
+        at = grip.locator("circle").bounding_box()
+        page.mouse.move(at["x"] + 7, at["y"] + 7)
+        page.mouse.down()
+        page.mouse.move(at["x"] + 127, at["y"] + 7, steps=40)
+        page.mouse.up()
+        opened.settled(2, quiet=0.3)
+        assert told("print(played.params['window'])") == grip.get_attribute("aria-valuenow") != "50"
+
+        box = page.locator(".mpk-over").nth(1).bounding_box()
+        for start in (100, 300):
+            page.mouse.move(box["x"] + start, box["y"] + 60)
+            page.mouse.down()
+            page.mouse.move(box["x"] + start + 60, box["y"] + 90, steps=12)
+            page.mouse.up()
+        opened.settled(2, quiet=0.3)
+        gaps = "drawn = sorted(played.params['drawn'])\nprint(sum(b - a > 1 for a, b in zip(drawn, drawn[1:])))"
+        assert told(gaps) == "1"  # two strokes, each whole
+
+        before = page.viewport_size
+        page.set_viewport_size({"width": 900, "height": 1600})
+        opened.settled(2)
+        assert page.locator(".mpk-stage").last.bounding_box()["width"] >= NARROW  # what the tests of scenes take it for
+        page.set_viewport_size(before)
+    finally:
+        opened.close()
+    page.wait_for_timeout(300)  # pictures of other values were on their way: none asks a kernel that has gone for more
+    assert opened.problems == []
+
+
+ONE = ["from mpkit.lessons.dynamic_scale import dynamics\nshown = dynamics(step=200)", "shown"]
+SESSION = "window.jupyterapp.shell.currentWidget.sessionContext"
+
+
+def test_a_view_whose_kernel_has_gone_says_so_and_still_plays(lab, context):
+    written(lab, "gone.ipynb", ONE)
+    opened = Page(lab, context, "gone.ipynb")
+    try:
+        opened.run_all()
+        page = opened.page
+        page.evaluate(f"() => {SESSION}.session.kernel.restart()")
+        handle, said = page.locator("[data-name=window]"), page.locator(".mpk [role=status] b")
+        said.filter(has_text="Run its cell again").wait_for(timeout=PATIENCE)
+        sentence = page.locator(".mpk [role=status] span")
+        before, at = sentence.text_content(), handle.get_attribute("aria-valuenow")
+        page.locator(".mpk-player input[type=range]").press("ArrowLeft")
+        assert "Step 199" in sentence.text_content() != before
+        handle.press("ArrowLeft")
+        assert handle.get_attribute("aria-valuenow") == at, "a handle stays where the picture has it"
+        assert "Run its cell again" in said.text_content()
+    finally:
+        opened.close()
+
+
+def test_a_saved_notebook_that_is_opened_again_keeps_its_picture(lab, context):
+    path = written(lab, "kept.ipynb", ONE)
+    opened = Page(lab, context, "kept.ipynb")
+    try:
+        opened.run_all()
+        still = opened.page.locator("figure.mpk-still")
+        assert still.count() == 1
+        assert not still.is_visible(), "the living view hides the stored one"
+        opened.page.evaluate(f"() => {SESSION.removesuffix('.sessionContext')}.context.save()")
+    finally:
+        opened.close()
+    assert "mpk-still" in path.read_text()
+    again = Page(lab, context, "kept.ipynb")
+    try:
+        again.page.locator("figure.mpk-still img").wait_for(timeout=PATIENCE)
+        again.settled(1, quiet=0.5)
+        assert again.page.evaluate("() => document.querySelector('figure.mpk-still img').naturalWidth") > 300
+        assert not again.page.get_by_text("Error displaying widget").is_visible()
+    finally:
+        again.close()
+
+
+def test_a_page_made_by_nbconvert_shows_the_picture(lab, context):
+    path = written(lab, "page.ipynb", ONE)
+    command = [sys.executable, "-m", "jupyter", "nbconvert", "--execute", "--to", "html", str(path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300, env=os.environ)
+    page = context.new_page()
+    try:
+        page.goto(path.with_suffix(".html").as_uri(), wait_until="domcontentloaded")
+        page.wait_for_timeout(500)
+        picture = page.locator("figure.mpk-still img")
+        assert picture.is_visible()
+        assert picture.bounding_box()["height"] > 200
+        assert "Step 200" in page.locator("figure.mpk-still figcaption").text_content()
+    finally:
+        page.close()
