@@ -35,8 +35,8 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     Returns: (as the value of the `with`) a LoopReport: `findings` with `mistake`, `where`, `advice`; print it. An
              error in the loop gets the report as a note, since a mistake often ends in one.
     Edges:   a mistake that shows only when a step overflows (a schedule that counts skipped steps) is seen only if one
-             does; give the scaler a large first scale to see it. Watching costs about a tenth of a step of 3 ms in its
-             first ten steps, half of that later, and nothing outside of the block.
+             does; give the scaler a large first scale to see it. Watching costs less than a tenth of a step of 3 ms in
+             its first ten steps, half of that later, and nothing outside of the block.
 
     >>> network = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(network.parameters(), 0.1)
