@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from mpkit.boost.dim_reduce import DimReduce, LineSearch, pca_matrix
 from mpkit.data import digits
-from mpkit.replay.percent import percent
-from mpkit.view import Choice, Range, Sheet, counted, linear, view
+from mpkit.view import Choice, Range, Sheet, counted, linear, percent, view
 
 IMAGES, HIDDEN, STEPS, EVERY, MOST = 300, 12, 40, 2, 16
 RATE = 0.5
@@ -36,11 +35,6 @@ class DigitsLoss(nn.Module):
         """The weights now, (n,) float64, as a copy."""
         return nn.utils.parameters_to_vector(self.parameters()).detach().numpy().copy()
 
-    def gradients(self) -> tuple[Tensor, list[Tensor]]:
-        """The loss and its gradients at the present weights."""
-        loss = self()
-        return loss.detach(), list(torch.autograd.grad(loss, list(self.parameters())))
-
 
 class Path(NamedTuple):
     """A training: `weights` (steps + 1, n), `losses` (steps + 1,), and what each line search saw, if there was one.
@@ -60,18 +54,19 @@ def reduced_path(k: int, alpha: float = 0.001) -> Path:
     net = DigitsLoss()
     params = list(net.parameters())
     plain = torch.optim.SGD(params, lr=1.0 if k else RATE)
-    reduce = DimReduce(net, plain, params, components()[:k], k, rho=RHO, alpha=alpha) if k else None
+    reduce: Any = DimReduce(net, plain, params, components()[:k], k, rho=RHO, alpha=alpha) if k else None
     weights, losses, searches, residual = [net.flat()], list[float](), list[LineSearch](), list[float]()
     for _ in range(STEPS):
-        loss, grads = net.gradients()
+        plain.zero_grad()
+        loss = net()
+        loss.backward()
         losses.append(loss.item())
         if reduce is None:
-            for p, grad in zip(params, grads):
-                p.grad = grad
             plain.step()
         else:
+            grads = [p.grad for p in params if p.grad is not None]
             reduce(loss, grads, None, None)
-            assert reduce.search is not None
+
             searches.append(reduce.search)
             inside = float(reduce.search.projection.norm()) / float(torch.cat([g.flatten() for g in grads]).norm())
             residual.append((1 - min(inside, 1.0) ** 2) ** 0.5)
@@ -111,9 +106,8 @@ def tried(path: Path) -> tuple[np.ndarray, np.ndarray]:
     now = on_plane(path.weights)
     taken, refused = np.full((2, STEPS, 2, 2), np.nan)
     for t, search in enumerate(path.searches):
-        for i in range(len(search.losses)):
-            accepted = search.accepted and i == len(search.losses) - 1
-            (taken if accepted else refused)[t, i] = now[t] + (1.0, RHO)[i] * search.direction.numpy()[:2]
+        for i, size in enumerate((1.0, RHO)[: len(search.losses)]):
+            (taken if size == search.rho else refused)[t, i] = now[t] + size * search.direction.numpy()[:2]
     return taken, refused
 
 
@@ -132,14 +126,12 @@ def descent(see: Sheet, k=8, alpha=0.001, step=10) -> None:
     """
     path, earlier = reduced_path(k, alpha), reduced_path(0)
     see.grid(450, 980, cols=(1.5, 1))
-    see.play("step", "step", STEPS, every=150)
     beyond = _plane(see, path, on_plane(earlier.weights))
     loss = see.panel(0, 1, title="loss", x=linear("step", 0, STEPS, 4), y=linear("loss, nats", 0, 2.6, 3))
     loss.line(earlier.losses, color="reference", dash=":")
     loss.line(path.losses)
-    loss.rule("x", "index", "muted", dash=":")
-    loss.handle("x", "step", step, 0, STEPS - 1, "step")
-    size = np.array([s.rho if s.accepted else 0.0 for s in path.searches])
+    see.play("step", "step", STEPS, every=150, on=loss)
+    size = np.array([search.rho for search in path.searches])
     told = [f"accepts the step size {s:g}" if s else "accepts neither step size" for s in size]
     left = [f" ({counted(n, 'refused trial')} beyond the picture)" if n else "" for n in beyond.tolist()]
     see.say(

@@ -12,8 +12,7 @@ from mpkit import networks
 from mpkit.boost import FreezeOpt, GradientFreeze, LessBN
 from mpkit.boost.grad_freeze import expected_saving, stage_costs, stages_by_module
 from mpkit.data import digits
-from mpkit.replay.percent import percent
-from mpkit.view import Choice, Range, Sheet, linear, names, view
+from mpkit.view import Choice, Range, Sheet, linear, names, percent, view
 
 STEPS = 120
 
@@ -51,13 +50,12 @@ def timeline(see: Sheet, groups=10, kind=1, full=0.7, step=10) -> None:
     work = np.cumsum([0, *costs()]) / sum(costs())
     saved, formula = work[frozen], expected_saving(costs(), groups, kind, full)
     see.grid(440)
-    see.play("step", "step", STEPS, every=100)
+
     y = {"label": "stage, input at the top", "lo": len(every), "hi": 0}
     y["ticks"] = [[i + 0.5, every[i].replace("downsample.0", "shortcut")] for i in range(0, len(every), 2)]
     panel = see.panel(title="bars cover the frozen stages", x=linear("step", -0.5, STEPS - 0.5, 6), y=y)
     panel.bars(frozen, width=1, fill="reference/0.75", edge="reference", label="frozen stages", quiet=True)
-    panel.rule("x", "index", "own", width=2)
-    panel.handle("x", "step", step, 0, STEPS - 1, "step")
+    see.play("step", "step", STEPS, every=100, on=panel)
     see.say(
         f"Step {{at}}: index {{index}} freezes {{frozen}} of {len(every)} stages and saves {{work}} of its backward "
         f"work. In {percent(float(np.mean(index > 0)))} of the {STEPS} steps some stages are frozen. This saves "

@@ -13,8 +13,7 @@ from mpkit.data import digits
 from mpkit.formats import E5M2, FP16
 from mpkit.lessons.failure import sigmoids
 from mpkit.rounding import round_to
-from mpkit.view import LINES, Choice, Range, Sheet, counted, exponents, linear, log2, names, view
-from mpkit.view.parts import tenths
+from mpkit.view import LINES, Choice, Range, Sheet, counted, exponents, linear, log2, names, tenths, view
 
 FORMATS = {"float16": FP16, "E5M2": E5M2}
 GROUPS, WIDTH, BATCH, DISTINCT, STEPS = 4, 24, 64, 23, 160
@@ -112,7 +111,7 @@ def group_scale(see: Sheet, fmt="E5M2", depth=3, start=12, window=4, step=STEPS 
     """
     one, own = runs = [replayed(depth, way, fmt, start, window) for way in WAYS]
     see.grid(410, 960, cols=(1.5, 1))
-    see.play("step", "step", STEPS, every=100)
+
     high = float(np.ceil(np.log2(max(one.scales.max(), own.scales.max())))) + 2
     x = linear("step", 0, STEPS, 6)
     left = see.panel(title="loss scale; × an overflow began", x=x, y=log2("loss scale", 0, high))
@@ -122,8 +121,7 @@ def group_scale(see: Sheet, fmt="E5M2", depth=3, start=12, window=4, step=STEPS 
         at, bad = exponents(own.scales[:, i], 0, high), np.flatnonzero(own.overflows[:, i])
         left.line(at, label=f"group {i + 1}", **line, **look)
         left.crosses(at, bad, color=line["color"], since=bad, size=3.5, show="upto")
-    left.rule("x", "index", "muted", dash=":")
-    left.handle("x", "step", step, 0, STEPS - 1, "step")
+    see.play("step", "step", STEPS, every=100, on=left)
     y = names([f"group {i + 1}" for i in range(GROUPS)], down=True)
     right = see.panel(0, 1, title="not rounded to zero", x=linear("values that survive, %", 0, 100, 5), y=y)
     for way, run, shift, role, hatch in zip(WAYS, runs, (-0.2, 0.2), ("reference", "own"), (True, None)):

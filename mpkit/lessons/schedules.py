@@ -14,19 +14,17 @@ from mpkit.view import DIFFERENT, Choice, Panel, Range, Sheet, linear, view
 STEPS = 200
 
 
-def _curves(see: Sheet, panel: Panel, curves: dict[str, np.ndarray], step: int) -> tuple[str, dict[str, Any]]:
+def _curves(see: Sheet, panel: Panel, curves: dict[str, np.ndarray]) -> tuple[str, dict[str, Any]]:
     """A line for each curve with its name at the end, a marker at the step that is played, and a handle there.
 
     Returns:  words for the values at that step, and the columns that fill them.
     """
-    see.play("step", "step", (count := len(next(iter(curves.values())))), every=80)
     for k, ((name, seen), look) in enumerate(zip(curves.items(), DIFFERENT)):  # where some agree all are seen
         panel.line(seen, width=1.8, label=name, tag=True, **look | {"glyph": None})
         panel.points(seen, show="at", **look | {"dash": None, "fill": "none", "width": 1.8, "size": 3.5 + 2 * k})
-    panel.rule("x", "index", "muted", dash=":")
-    panel.handle("x", "step", step, 0, count - 1, "marked step")
+    see.play("step", "step", len(seen), on=panel)
     told = ", ".join(f"{name} {{c{i}}}" for i, name in enumerate(curves))
-    return told, {"at": np.arange(count)} | {f"c{i}": seen for i, seen in enumerate(curves.values())}
+    return told, {"at": np.arange(len(seen))} | {f"c{i}": seen for i, seen in enumerate(curves.values())}
 
 
 # ---- schedules
@@ -48,15 +46,13 @@ def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False,
         "cosine": lr.CosineDecayLR(0.0, rate, span),
         "polynomial": lr.PolynomialDecayLR(rate, 0.0, span, power),
     }
-    chains: dict[str, Any] = {
-        name: lr.WarmUpLR(rate, warmup).then(s, at=warmup) if warmup else s for name, s in found.items()
-    }
-    curves = {name: schedule(torch.arange(STEPS)).numpy() for name, schedule in chains.items()}
+    warmed: Any = lr.WarmUpLR(rate, warmup).then if warmup else lambda schedule, at: schedule
+    curves = {name: warmed(s, at=warmup)(torch.arange(STEPS)).numpy() for name, s in found.items()}
     most = max(float(c.max()) for c in curves.values())  # a decay_rate above 1 makes one of them grow
     top = float(f"{min(max(rate, most), 4 * rate):.3g}")
     see.grid(380)
     x, y = linear("step", 0, STEPS - 1, 8), linear("learning rate", -0.02 * top, 1.05 * top, 5)
-    told, columns = _curves(see, see.panel(title="the same numbers, five schedules", x=x, y=y), curves, step)
+    told, columns = _curves(see, see.panel(title="the same numbers, five schedules", x=x, y=y), curves)
     see.say(
         f"Learning rates at step {{at}}, with learning_rate {rate:.3g}, decay_rate {factor:.3g}, decay_steps {span} "
         f"and power {power:.3g}: {told}.",
@@ -70,16 +66,14 @@ PLACES = ("no groups", "in a group", "in a group with weight_decay 0", "left out
 
 
 @cache
-def decay_curves(
-    size: float, rate: float = 0.01, amount: float = 0.1, name: str = NAMES[0], place: str = PLACES[0], steps: int = 200
-) -> dict[str, np.ndarray]:
+def decay_curves(size: float, rate=0.01, amount=0.1, name=NAMES[0], place=PLACES[0]) -> dict[str, np.ndarray]:
     """A weight of 1 before each step and after the last, while its gradients alternate, -size and +size.
 
     Args:
         size:   of the gradients (>= 0).
         rate:   learning rate; `amount` the weight_decay of the optimizer.
         name:   of the parameter; `place`, one of `PLACES`, how the optimizer gets it.
-    Returns:  SGD, Adam, AdamWeightDecay -> steps + 1 values.
+    Returns:  SGD, Adam, AdamWeightDecay -> (201,) values.
     """
     curves = {}
     for kind in (SGD, Adam, AdamWeightDecay):
@@ -88,7 +82,7 @@ def decay_curves(
         handed = own, [{"params": own}], [{"params": own, "weight_decay": 0.0}], [{"params": [("another", other)]}]
         optimizer = kind(handed[PLACES.index(place)], rate, weight_decay=amount)
         seen = [1.0]
-        for step in range(steps):
+        for step in range(STEPS):
             weight.grad = torch.tensor([size if step % 2 else -size])
             optimizer.step()
             seen.append(weight.item())
@@ -109,8 +103,8 @@ def decay(see: Sheet, parameter=NAMES[0], place=PLACES[0], size=0.1, rate=0.01, 
 
     Numbers: `curves`, name -> the weight before each step and after the last; `reached`, whether decay reaches it.
     """
-    curves = decay_curves(size, rate, amount, parameter, place, STEPS)
-    probe = decay_curves(0.0, 0.1, 0.5, parameter, place, 1)["SGD"][-1]  # only decay can move it
+    curves = decay_curves(size, rate, amount, parameter, place)
+    probe = decay_curves(0.0, 0.1, 0.5, parameter, place)["SGD"][-1]  # only decay can move it
     reach = "weight decay reaches it" if probe < 1 else "weight decay does not reach it"
     reach = "it is not trained" if place == PLACES[3] else reach
     see.grid(380)
@@ -118,7 +112,7 @@ def decay(see: Sheet, parameter=NAMES[0], place=PLACES[0], size=0.1, rate=0.01, 
     panel = see.panel(title=f"{parameter}, {place}: {reach}", x=x, y=y)
     alone = (1 - rate * amount) ** np.arange(STEPS + 1)
     panel.line(alone, color="reference", dash=":", width=5, label="× (1 − rate × decay) each step")
-    told, columns = _curves(see, panel, curves, step)
+    told, columns = _curves(see, panel, curves)
     elsewhere = " outside of this group" if place == PLACES[2] else ""
     see.say(
         f"{parameter}, {place}: {reach}. The learning rate is {rate:.3g}, weight_decay is {amount:.3g}{elsewhere}, and "

@@ -3,7 +3,10 @@
 A lesson takes from here what it declares, draws and words with.
 """
 
+from mpkit.replay.percent import percent
+from mpkit.view.answers import read_number
 from mpkit.view.controls import Choice, Flag, Range, Stroke, Text
+from mpkit.view.parts import FATES, edges, loss_and_scale, prediction, regions, tenths, zones
 from mpkit.view.sheet import (
     DIFFERENT,
     GLYPHS,
@@ -23,3 +26,4 @@ from mpkit.view.words import counted, exponent
 
 __all__ = ["DIFFERENT", "GLYPHS", "LINES", "Choice", "Flag", "Panel", "Range", "Sheet", "Stroke", "Text", "View"]
 __all__ += ["counted", "exponent", "exponents", "fitted", "linear", "log2", "names", "power_of_two", "space", "view"]
+__all__ += ["FATES", "edges", "loss_and_scale", "percent", "prediction", "read_number", "regions", "tenths", "zones"]

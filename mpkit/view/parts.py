@@ -115,6 +115,7 @@ def prediction(
         guess[point - first] = drawn[point]
     if shown and not (typed.strip() or drawn):
         raise ValueError("draw or type your prediction first; then it is shown")
+    see.grid(380, 900)
     see.idle |= {"shown"}  # the button shows it, once
     panel.given["title"] = "your line and what happened" if shown else said["title"]
     mine = np.concatenate([np.full(first, np.nan), guess])

@@ -349,12 +349,16 @@ class Sheet:
         self.panels.append(Panel(row=row, col=col, place=place, **given))
         return self.panels[-1]
 
-    def play(self, name: str, label: str, count: int, every: int = 80, first: int = 0) -> None:
+    def play(self, name: str, label: str, count: int, every: int = 80, first: int = 0, on: Panel | None = None) -> None:
         """The steps of parameter `name` are `first`, `first` + 1 ...; the page plays and scrubs them by itself.
 
         `every` is the time of a step in milliseconds. It need not be time: any parameter whose values are all sent.
+        A line with a handle stands at the step shown, `on` a panel whose x axis are the steps.
         """
         self.step = {"name": name, "label": label, "count": count, "every": every, "first": first}
+        if on:
+            on.rule("x", "index", "muted", dash=":")
+            on.handle("x", name, np.arange(first, first + count), first, first + count - 1, label)
 
     def table(self, index: int = 0, most: int = 60) -> list[dict[str, Any]]:
         """The labelled marks of each panel as rows, one for each place on its x axis, at most about so many."""
