@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from mpkit.data import data_dir
-from mpkit.policies import ScalePolicy, explain
+from mpkit.policies import ScalePolicy, advance, explain, initial
 from mpkit.record import Trace
-from mpkit.replay import ceilings, flushed, simulate
+from mpkit.replay import ceilings, flushed
 from mpkit.replay import sweep as every_pair
-from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
+from mpkit.view import Choice, Range, Sheet, Stroke, Text, exponents, fitted, linear, log2, names, power_of_two, view
 from mpkit.view.parts import gradients, last_row, prediction, tenths
-from mpkit.view.sheet import Panel, exponents, fitted, linear, log2, names, power_of_two
 from mpkit.view.words import capital
 
 RUNS = {
@@ -32,7 +31,6 @@ POWERS = (-60, 120)  # what a hand may set: far beyond any axis, and within floa
 
 
 # ---- numbers
-@cache
 def load_run(name: str) -> Trace:
     """A trace by the name of a file in `data/traces`, or by path.
 
@@ -69,23 +67,19 @@ def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(trace.loss), share[last_row(trace)], math.nan)
 
 
-def stepped(
-    policy: ScalePolicy, tops: np.ndarray, puts: dict[int, float] | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def stepped(policy: ScalePolicy, tops: np.ndarray, puts: dict[int, float] = {}) -> tuple[np.ndarray, ...]:
     """(scale used in each step, was it finite, what was decided after it) when step i overflows above `tops[i]`.
 
     `puts` are scales set by hand, by step; the count of finite steps starts again there.
     """
-    starts = {0: policy.init_scale} | {k: v for k, v in (puts or {}).items() if k < len(tops)}
-    ends, parts = [*sorted(starts)[1:], len(tops)], []
-    for first, end in zip(sorted(starts), ends):
-        own = replace(policy, init_scale=starts[first])
-        done = simulate(tops[first:end], own)
-        used = done.sampled[:, 0]
-        finite = used <= tops[first:end]
-        parts.append((used, finite, explain(own, used, np.append(used[1:], done.final[0]), finite)))
-    scale, finite, reasons = (np.concatenate(column) for column in zip(*parts))
-    return scale, finite, reasons
+    state, steps = initial(policy), []
+    for i, top in enumerate(tops.tolist()):
+        state = initial(replace(policy, init_scale=puts[i])) if i in puts else state
+        used, fits = state.scale, state.scale <= top
+        state, _ = advance(policy, state, fits)
+        steps.append((used, state.scale, fits))
+    scale, after, finite = map(np.array, zip(*steps))
+    return scale, finite, explain(policy, scale, after, finite)
 
 
 def since_change(scale: np.ndarray, finite: np.ndarray, window: int, puts: list[int]) -> np.ndarray:
@@ -138,7 +132,7 @@ def dynamics(
     used, top = exponents(scale, low, high), exponents(ceiling, low, high)
     ring = since_change(scale, finite, window, [*puts]) / min(window, count)
     layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)][last_row(trace)]
-    main = _main(see, used, top, (low, high), ring, finite, {"decision": reasons, "largest gradient": layers})
+    main = _main(see, used, top, low, high, ring, finite, {"decision": reasons, "largest gradient": layers})
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     grip: dict[str, Any] = {"slope": -1, "cross": low + 0.12 * (high - low), "stem": True, "note": f"window {window}"}
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
@@ -147,32 +141,31 @@ def dynamics(
     below = ", below this picture" if floor < low else ""
     main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}{below}")
     gradients(see, (0, 1), trace, scale)
-    _whole(see, used, top, finite, (low, high), step, start)
+    _whole(see, used, top, finite, low, high, step, start)
 
     name = Path(own).stem if own else capital(RUNS[run])
     after = ", and the optimizer sees nothing of this step"
-    told: dict[str, Any] = {"decided": [f"{r}{'' if ok else after}" for r, ok in zip(reasons, finite)]}
-    headroom = np.log2(np.maximum(ceiling, 2.0**-60) / scale)
+    bearable = np.maximum(ceiling, 2.0**-60)
+    headroom = np.log2(bearable / scale)
+    side = np.where(scale > ceiling, "above the ceiling", "below the ceiling")
+    bound, share = "{side}", ""
     if ceiling.min() > 0:
         bound = "the ceiling {top:2^}, the headroom {headroom:.1f} bits"
         share = " At this scale {empty} % of this step's gradient values are zero (in float32 already {plain} %)."
-        told |= {"top": np.log2(ceiling), "empty": tenths(zeros), "plain": tenths(plain)}
-    else:
-        bound, share = "{top}", ""
-        side = np.where(scale > ceiling, "above the ceiling", "below the ceiling")
-        told["top"] = np.where(ceiling > 0, side, "and no scale helps: the loss is not finite")
     guess = "" if "fp16" in trace.measured else " The ceiling is an estimate where gradients were not recorded."
     see.say(
         f"{name}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
         f"far: {{so_far}} of {{count}}.{share}{guess}",
         at=np.arange(count), count=np.arange(count) + 1, so_far=np.cumsum(~finite), power=np.log2(scale), scale=scale,
-        finite=finite, reasons=reasons, layers=layers, ceiling=ceiling, headroom=headroom, zeros=zeros, **told,
+        finite=finite, reasons=reasons, layers=layers, ceiling=ceiling, headroom=headroom, zeros=zeros,
+        decided=[f"{r}{'' if ok else after}" for r, ok in zip(reasons, finite)], top=np.log2(bearable),
+        side=np.where(ceiling > 0, side, "and no scale helps: the loss is not finite"), empty=tenths(zeros),
+        plain=tenths(plain),
     )  # fmt: skip
 
 
-def _main(see: Sheet, used: Any, top: Any, ends: Any, ring: Any, finite: Any, notes: dict[str, np.ndarray]) -> Panel:
+def _main(see: Sheet, used: Any, top: Any, low: int, high: int, ring: Any, finite: Any, notes: dict[str, Any]) -> Any:
     """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
-    low, high = ends
     x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, len(used), 20)]}
     main = see.panel(title="the loss scale and its ceiling", x=x, y=log2("loss scale", low, high))
     skips = np.flatnonzero(~finite)
@@ -188,9 +181,8 @@ def _main(see: Sheet, used: Any, top: Any, ends: Any, ring: Any, finite: Any, no
     return main
 
 
-def _whole(see: Sheet, used: np.ndarray, top: Any, finite: np.ndarray, ends: Any, step: int, start: int) -> None:
+def _whole(see: Sheet, used: Any, top: Any, finite: Any, low: int, high: int, step: int, start: int) -> None:
     """All steps in small, with the handles of the step and of the start."""
-    low, high = ends
     every = next(k for k in (8, 16, 32, 64) if high - low < 3.5 * k)  # four names find room
     whole = see.panel(1, 0, colspan=2, x=linear("step of the whole run", 0, len(used), 8), y=log2("", low, high, every))
     whole.band(top, high, quiet=True)
@@ -215,9 +207,8 @@ SKIPPED = 0.985
 @cache
 def swept(run: str, own: str, start: int) -> dict[str, np.ndarray]:
     """Figure of `FIGURES`, in percent, and `skipped`, a share of the steps -> (factors, windows) on a recorded run."""
-    trace = recorded(run, own)[0]
-    grid: dict[str, Any] = {"init": 2.0**start, "factor": FACTORS, "window": WINDOWS, "min_scale": 1.0}
-    table = every_pair(trace, fmt="fp16", **grid).pivot(index="factor", columns="window")
+    rows = every_pair(recorded(run, own)[0], init=2.0**start, factor=FACTORS, window=WINDOWS, fmt="fp16", min_scale=1.0)
+    table = rows.pivot(index="factor", columns="window")
     lost, skipped = (table[name].to_numpy() for name in ("lost", "skipped_share"))
     time = SKIPPED * skipped / (1 - skipped + SKIPPED * skipped)
     return {"lost": 100 * lost, "time": 100 * time, "skipped": skipped}
@@ -264,7 +255,6 @@ def draw(see: Sheet, typed="", drawn={}, shown=False) -> None:
     ceiling = recorded("gpt_sums")[1][:STEPS]
     scale, finite, _ = stepped(ScalePolicy.by_factor(2.0**16, 2.0, 20, 1.0), ceiling)
     truth, top = np.log2(scale), np.clip(np.log2(ceiling), *ENDS)
-    see.grid(380, 900)
     panel = see.panel(x=linear("step", -1, STEPS, 10), y=log2("loss scale", *ENDS))
     panel.band(top, ENDS[1], label="here it would overflow")
     panel.line(top, color="overflow", width=1.6, label="ceiling")

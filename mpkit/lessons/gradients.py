@@ -13,14 +13,14 @@ from mpkit.data import digits
 from mpkit.formats import FloatFormat, get_format
 from mpkit.networks import Network
 from mpkit.rounding import round_to
-from mpkit.view import Choice, Sheet, linear, log2, view
-from mpkit.view.parts import regions, tenths, zones
+from mpkit.view import Choice, Sheet, linear, log2, regions, tenths, view, zones
 
 MOMENTS = (0, 60, 240, 720)
 KINDS = ("activations", "weights")
 FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn")
 SCALES = np.arange(-8, 31)
 FIRST, LAST = -46, 26  # exponents on screen; the outermost bars hold all beyond
+LOST = ("lost", "becomes zero", "zero", "o", None), ("overflow", "overflow", "overflow", "s", "--")  # and how drawn
 TALLEST = 25.1  # percent: the highest bar of all histograms; axes and rings stand above it
 
 
@@ -52,8 +52,7 @@ def gradients_of_digits() -> dict[tuple[int, str], np.ndarray]:
 
 def _gradients(network: Network, images: Tensor, labels: Tensor) -> list[np.ndarray]:
     """[activation gradients, weight gradients] of one batch, magnitudes that are not zero."""
-    start = network.flatten(images)
-    between = [*accumulate(network.dense_relu_sequential, lambda x, layer: layer(x), initial=start)]
+    between = [*accumulate(network.dense_relu_sequential, lambda x, layer: layer(x), initial=network.flatten(images))]
     parameters = list(network.parameters())
     found = torch.autograd.grad(nn.functional.cross_entropy(between[-1], labels), [*between[1:], *parameters])
     parts = found[: -len(parameters)], found[-len(parameters) :]
@@ -121,11 +120,8 @@ def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0
 
     x, y = log2("loss scale", -8, 30, 8), linear("share, %", -3, 103, 5)
     right = see.panel(0, 1, title="lost at each scale", x=x, y=y)
-    for name, label, color, look in (
-        ("lost", "becomes zero", "zero", {"glyph": "o"}),
-        ("overflow", "overflow", "overflow", {"glyph": "s", "dash": "--"}),
-    ):
-        right.line(100 * course[name], SCALES, color, label=label, every=4, **look)
+    for name, label, color, glyph, dash in LOST:
+        right.line(100 * course[name], SCALES, color, label=label, every=4, glyph=glyph, dash=dash)
         right.points(100 * course[name], SCALES, "own", show="at", size=5, label="at this scale")
     right.rule("x", best, "normal", dash=":", width=2)
     right.text("highest safe", best, 96, color="normal", halo=True, beside=-6 if best > 16 else 6)

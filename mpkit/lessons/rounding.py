@@ -11,11 +11,8 @@ from torch import Tensor
 
 from mpkit.formats import FloatFormat, get_format
 from mpkit.lessons.formats import store
-from mpkit.replay.percent import percent
 from mpkit.rounding import MODES, round_to
-from mpkit.view import Choice, Panel, Range, Sheet, Stroke, Text, linear, names, view
-from mpkit.view.answers import read_number
-from mpkit.view.parts import prediction
+from mpkit.view import Choice, Panel, Range, Sheet, Stroke, Text, linear, names, percent, prediction, read_number, view
 
 NARROW = ["fp16", "bf16", "e5m2", "e4m3fn", "e3m2", "e2m3", "e2m1"]
 EXACT = [mode for mode in MODES if mode != "stochastic"]
@@ -184,7 +181,6 @@ def ones() -> np.ndarray:
 @view(typed="or type it: seven sums at equal distances from 600 to 4000 ones", drawn=Stroke(41, *ENDS))
 def totals(see: Sheet, typed="", drawn={}, shown=False) -> None:
     """A prediction that is drawn: the float16 sum of ones, from 600 to 4000 of them. Numbers: `guess truth near`."""
-    see.grid(380, 900)
     axis = names([str(EACH * i) for i in range(41)], "ones added", bare=False)
     panel = see.panel(x=axis | {"ticks": axis["ticks"][::5]}, y=linear("sum in float16", *ENDS), pad=[28, 14, 46, 74])
     panel.rule("x", FIRST - 0.5, "muted", dash=":")

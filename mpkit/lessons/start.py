@@ -9,10 +9,8 @@ from torch import Tensor
 from mpkit.casting import LEVELS
 from mpkit.lessons.digits import Run, recorded_run, training
 from mpkit.policies import ScalePolicy, ScaleState, advance, initial
-from mpkit.replay.percent import percent
 from mpkit.scalers import LossScaler
-from mpkit.view import Choice, Range, Sheet, counted, exponent, power_of_two, view
-from mpkit.view.parts import loss_and_scale
+from mpkit.view import Choice, Range, Sheet, counted, exponent, loss_and_scale, percent, power_of_two, view
 
 WIDE = 240  # steps in the picture
 FLOOR = (-14, 10)

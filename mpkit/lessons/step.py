@@ -13,7 +13,6 @@ from mpkit.data import digits
 from mpkit.formats import dtype_name
 from mpkit.scalers import DynamicLossScaler, all_finite
 from mpkit.view import DIFFERENT, Panel, Range, Sheet, exponents, log2, names, view
-from mpkit.view.words import exponent as told_power
 
 
 # ---- numbers
@@ -56,7 +55,6 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> Walk:
     network, images, labels = _small()
     auto_mixed_precision(network, "O2")
     if bad:
-        images = images.clone()
         images[0, 0, 0, 0] = torch.inf
     optimizer, parameters = torch.optim.SGD(network.parameters(), 0.1), list(network.parameters())
     scaler, inside = DynamicLossScaler(2.0**exponent, 2, 50), list[Tensor]()
@@ -68,10 +66,9 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> Walk:
     flowing, grads = [x.grad for x in inside if x.grad is not None], [p.grad for p in parameters if p.grad is not None]
     true = scaler.unscale(grads)
     finite = all_finite(true)
-    updated = bool(finite) or late
-    if updated:
-        for p, grad in zip(parameters, true):
-            p.grad = grad
+    for p, grad in zip(parameters, true):
+        p.grad = grad
+    if updated := bool(finite) or late:
         optimizer.step()
     moved = [p.detach() - old for p, old in zip(parameters, before)]
     scaler.adjust(finite)
@@ -95,7 +92,7 @@ def _small() -> tuple[nn.Sequential, Tensor, Tensor]:
     torch.manual_seed(0)
     images, labels = digits("train", 8)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    return network, images[:64], labels[:64]
+    return network, images[:64].clone(), labels[:64]
 
 
 # ---- one step in eight phases
@@ -134,7 +131,7 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
             told = [walk.phases[i].seen for i in here]
             panel.points(at[here], here, role, since=here, show="upto", told=told, **look)
     for i, p in enumerate(walk.phases):
-        words = "" if i in bad_at[1:] else f"{told_power(p.largest)}\nis the scale" if i == 7 else f"{p.largest:.3g}"
+        words = "" if i in bad_at[1:] else f"2^{math.log2(p.largest):g}\nis the scale" if i == 7 else f"{p.largest:.3g}"
         words = f"{p.bad} of {p.many}\nnot finite" if i in bad_at[:1] and p.many > 1 else words
         only = (0, 5) if i == 0 and walk.lost else (i, 7)  # then they are other weights
         falls = 0 < i < 7 and at[i - 1] - at[i] > 6 and at[i] > LOW + 4  # the line comes down where words would stand
@@ -173,13 +170,10 @@ ORDERS = ("unscale, clip", "clip, unscale", "unscale each micro-batch")
 @cache
 def micro_gradients(parts: int) -> Tensor:
     """(parts, parameters) float32: the gradient of each of `parts` micro-batches of 64 digits."""
-    network, images, labels = _small()
-    rows = []
-    for x, y in zip(images.tensor_split(parts), labels.tensor_split(parts)):
-        network.zero_grad()
-        nn.functional.cross_entropy(network(x), y).backward()
-        rows.append(torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None]))
-    return torch.stack(rows)
+    network, *whole = _small()
+    losses = (nn.functional.cross_entropy(network(x), y) for x, y in zip(*(t.tensor_split(parts) for t in whole)))
+    every = (torch.autograd.grad(loss, [*network.parameters()]) for loss in losses)
+    return torch.stack([torch.cat([g.flatten() for g in grads]) for grads in every])
 
 
 def clipped(gradient: Tensor, max_norm: float) -> Tensor:
@@ -196,9 +190,7 @@ def handed_over(micro: Tensor, scale: float, max_norm: float, order: str) -> Ten
             total = (total + g * scale / parts) / scale  # what was there is divided again
         return clipped(total, max_norm)
     total = (micro * scale / parts).sum(0)
-    if order == "clip, unscale":
-        return clipped(total, max_norm) / scale
-    return clipped(total / scale, max_norm)
+    return clipped(total, max_norm) / scale if order == "clip, unscale" else clipped(total / scale, max_norm)
 
 
 @view(

@@ -7,23 +7,23 @@ from typing import Any
 import numpy as np
 
 from mpkit.policies import FRAMEWORKS, ScalePolicy, naive_loss_ratio, own_names, preset, stack
-from mpkit.replay import simulate
-from mpkit.replay.simulate import Simulation
+from mpkit.replay import Simulation, simulate
 from mpkit.view import Choice, Panel, Range, Sheet, exponent, exponents, fitted, linear, log2, view
 
 STEPS = 200
-SITUATIONS: dict[str, tuple[str, str]] = {  # its name, and what the sentence tells of it
-    "drop": ("the ceiling falls and returns", "The ceiling falls from 2^20 to 2^3 at step 60 and returns at step 120."),
-    "outliers": ("one bad batch in 20 steps", "The ceiling is 2^18, and one batch in 20 steps is bad."),
-    "fixed": ("the ceiling stays at 2^13", "The ceiling is 2^13 from the start."),
-    "model": ("the model is broken", "The model is broken: from step 60 on every gradient is NaN."),
-    "free": ("nothing ever overflows", "Nothing ever overflows."),
-}
-_START_NEEDED = (
-    "jmp",
-    "mindspore_scaler",
-    "mindspore_cell",
-)  # no default; the last two have none for the factor
+_AT = np.arange(STEPS)
+# its name, what the sentence tells of it, and the largest scale that each step can bear; negative where none works
+SITUATIONS: dict[str, tuple[str, str, np.ndarray]] = {
+    "drop": ("the ceiling falls and returns", "The ceiling falls from 2^20 to 2^3 at step 60 and returns at step 120.",
+             np.where((_AT >= 60) & (_AT < 120), 2.0**3, 2.0**20)),
+    "outliers": ("one bad batch in 20 steps", "The ceiling is 2^18, and one batch in 20 steps is bad.",
+                 np.where(_AT % 20 == 19, 2.0**2, 2.0**18)),
+    "fixed": ("the ceiling stays at 2^13", "The ceiling is 2^13 from the start.", np.full(STEPS, 2.0**13)),
+    "model": ("the model is broken", "The model is broken: from step 60 on every gradient is NaN.",
+              np.where(_AT >= 60, -1.0, 2.0**20)),
+    "free": ("nothing ever overflows", "Nothing ever overflows.", np.full(STEPS, math.inf)),
+}  # fmt: skip
+_START_NEEDED = ("jmp", "mindspore_scaler", "mindspore_cell")  # no default; the last two have none for the factor
 ZOO = (*(name for name in FRAMEWORKS if name not in ("mpkit", "fairscale_layerwise")), "mpkit")
 
 
@@ -37,21 +37,9 @@ def zoo_policy(framework: str, interval: int, start: float | None = None) -> Sca
     return preset(framework, **parameters, **{own_interval: interval})
 
 
-def situation_of(name: str, steps: int = STEPS) -> np.ndarray:
-    """The largest scale that each step can bear, (steps,); negative where none works."""
-    i = np.arange(steps)
-    return {
-        "drop": np.where((i >= 60) & (i < 120), 2.0**3, 2.0**20),
-        "outliers": np.where(i % 20 == 19, 2.0**2, 2.0**18),
-        "fixed": np.full(steps, 2.0**13),
-        "model": np.where(i >= 60, -1.0, 2.0**20),
-        "free": np.full(steps, math.inf),
-    }[name]
-
-
 # ---- every framework
 @view(
-    situation=Choice({name: words for name, (words, _) in SITUATIONS.items()}, "what happens"),
+    situation=Choice({name: words for name, (words, *_) in SITUATIONS.items()}, "what happens"),
     interval=Range(2, 200, label="growth interval, steps"),
     together="all start at the same scale",
     start=Range(4, 24, label="that start, 2 to the"),
@@ -63,7 +51,7 @@ def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16, besi
 
     Numbers: `scales` (steps, rules), `ceiling`, and for each rule `skipped lowest final raised_at`.
     """
-    ceiling = situation_of(situation)
+    _, happens, ceiling = SITUATIONS[situation]
     done = simulate(ceiling, stack(zoo_policy(name, interval, 2.0**start if together else None) for name in ZOO))
     scales, stopped = done.sampled, np.isnan(done.sampled)
     bad = ~stopped & ~(np.nan_to_num(scales, nan=0.0) <= ceiling[:, None])
@@ -77,16 +65,13 @@ def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16, besi
     own = "start at their own defaults (jmp and two of MindSpore's, which have none, at 2^16)"
     see.say(
         f"{len(ZOO)} rules {f'start at 2^{start}' if together else own}, with a growth interval of {interval} steps. "
-        f"{SITUATIONS[situation][1]} In the {{count}} steps shown the rules have skipped from {{least}} to {{most}}."
-        f"{raised}",
+        f"{happens} In the {{count}} steps shown the rules have skipped from {{least}} to {{most}}.{raised}",
         count=np.arange(STEPS) + 1, least=counts.min(1), most=counts.max(1), scales=scales, ceiling=ceiling,
         skipped=done.skipped, lowest=lowest, final=done.final, raised_at=done.raised_at,
     )  # fmt: skip
-    see.rows = [
-        {"framework": name, "skipped": int(skips), "lowest": exponent(float(low)),
-         "ends at": f"stops at step {at}" if at >= 0 else exponent(end)}
-        for name, skips, low, at, end in zip(ZOO, done.skipped, lowest, done.raised_at, done.final)
-    ]  # fmt: skip
+    ends = [f"stops at step {at}" if at >= 0 else exponent(end) for at, end in zip(done.raised_at, done.final)]
+    told = zip(ZOO, done.skipped.tolist(), map(exponent, lowest.tolist()), ends)
+    see.rows = [dict(zip(("framework", "skipped", "lowest", "ends at"), row)) for row in told]
 
 
 def _every_rule(see: Sheet, beside: str, scales: Any, bad: Any, ceiling: Any, done: Simulation) -> None:
@@ -157,12 +142,10 @@ def naive(see: Sheet, start=16, loss=2.3, decay=0.0, ceiling=18) -> None:
     panel.span("y", low, -24, "zero/0.15")
     corner: dict[str, Any] = {"anchor": "start", "valign": "bottom", "dx": 6, "dy": -3}  # which no line comes near
     panel.text("below the smallest float16", 0, low, **corner)
-    for name, color, dash, values in (
-        ("loss", "reference", ":", losses),
-        ("naive rule", "overflow", "--", scale),
-        ("torch's rule", "zero", None, torch),
-    ):
-        panel.line(exponents(values, low, high), color=color, dash=dash, width=2.2, label=name, tag=True)
+    look: dict[str, Any] = {"width": 2.2, "tag": True}
+    panel.line(exponents(losses, low, high), color="reference", dash=":", label="loss", **look)
+    panel.line(exponents(scale, low, high), color="overflow", dash="--", label="naive rule", **look)
+    panel.line(exponents(torch, low, high), color="zero", label="torch's rule", **look)
     over = np.flatnonzero(scale > 2.0**ceiling)
     panel.crosses(exponents(scale, low, high), over[:1], "first inf in the weights", size=7)
     # apart from each other in both directions: each ring can be grabbed
