@@ -84,9 +84,8 @@ def pair(see: Sheet, a=2.0, b=1.5, angle=60) -> None:
     for rule, vector in results.items():
         across, up = vector.tolist()
         plane.line([0, up], [0, across], label=rule, width=2.2, **LOOK[rule])
-        over.line(
-            [combined(rule, [*two(a, b, float(k))]).norm() for k in angles], angles, **LOOK[rule] | {"glyph": None}
-        )
+        over_all = [combined(rule, [*two(a, b, float(k))]).norm() for k in angles]
+        over.line(over_all, angles, **LOOK[rule] | {"glyph": None})
         over.points([vector.norm()], [angle], **LOOK[rule] | {"dash": None})
     plane.handle("x", "a", a, 0, 3, "length of a", cross=0, step=0.1)
     plane.handle("xy", "b", second.tolist(), -3, 3, "tip of b", step=0.1, turns="angle")

@@ -16,9 +16,9 @@ NETWORKS = {
     "mlp": "the lessons' perceptron",
 }
 WAYS = ("float32", "autocast", "O1", "O2", "O3", "8 bits")
-PARTS = {"weights": "zero", "gradients": "overflow", "optimizer state": "subnormal", "copies of weights": "own",
-         "kept for the backward pass": "normal"}  # fmt: skip
-HATCHED = ("gradients", "copies of weights")  # beside colour, so that neighbours differ without it
+PARTS = {"weights": ("zero", None), "gradients": ("overflow", True), "optimizer state": ("subnormal", None),
+         "copies of weights": ("own", True), "kept for the backward pass": ("normal", None)}  # fmt: skip
+# of a part: its role and whether it is hatched, so that neighbours differ without colour
 STATE = {"Adam": 8, "momentum": 4}  # bytes of float32 state for a parameter
 
 
@@ -96,12 +96,11 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
     panel = see.panel(title="kept during a training step", x=linear(word, 0, most, 6), y=names(WAYS, down=True),
                       pad=[28, 20, 44, 80])  # fmt: skip
     before = np.zeros(len(WAYS))
-    for part, color in PARTS.items():
+    for part, (color, hatch) in PARTS.items():
         here = np.array([parts[part] for parts in kept.values()]) / unit
         rows = np.flatnonzero(here)
-        look: dict[str, Any] = {"hatch": True, "edge": "ink"} if part in HATCHED else {}
-        panel.boxes(before[rows], rows - 0.36, (before + here)[rows], rows + 0.36, fill=color, label=part, **look,
-                    told=[f"{h:.3g} {word}" for h in here[rows]])  # fmt: skip
+        panel.boxes(before[rows], rows - 0.36, (before + here)[rows], rows + 0.36, fill=color, label=part, hatch=hatch,
+                    edge=hatch and "ink", told=[f"{h:.3g} {word}" for h in here[rows]])  # fmt: skip
         before += here
     panel.text([f"{w / whole[0]:.0%}" for w in whole], before, np.arange(len(WAYS)), anchor="start", dx=6)
     if limit / unit < most:

@@ -12,18 +12,13 @@ from mpkit.boost import AutoBoost, GradientFreeze, LessBN
 from mpkit.boost.config import MODES
 from mpkit.boost.grad_freeze import full_steps
 from mpkit.data import data_dir
-from mpkit.replay.percent import percent
-from mpkit.view import Choice, Sheet, linear, names, view
+from mpkit.view import Choice, Sheet, linear, names, percent, view
 
 COMPARED = ("none", "less_bn", "freezing", "O1", "O1 tuned")
 GROUPS = 10  # of stages, in the network that was measured
 CYCLE = 18  # steps that are shown one by one: a whole cycle of the tuned strategy
-PARTS = {  # of a step: role and hatch
-    "forward": ("zero/0.6", False),
-    "batch_norm": ("subnormal/0.9", True),
-    "backward": ("reference/0.55", False),
-    "update": ("normal/0.8", False),
-}
+# of a step; batch norms are hatched
+PARTS = {"forward": "zero/0.6", "batch_norm": "subnormal/0.9", "backward": "reference/0.55", "update": "normal/0.8"}
 
 
 # ---- numbers
@@ -38,13 +33,10 @@ def relative_time(contender: str) -> float:
     return 1 / next(row["ratio"] for row in measured()["speed"] if row["contender"] == contender)
 
 
-@cache
-def accuracies(configuration: str) -> tuple[float, ...]:
+def accuracies(configuration: str) -> list[float]:
     """Accuracy on the digits (percent) from each seed, without an entry where it was not trained."""
-    found = [
-        r for r in measured()["accuracy"] if r["data"].startswith("digits") and r["configuration"] == configuration
-    ]
-    return tuple(found[0]["accuracy_percent"]) if found else ()
+    rows = [row for row in measured()["accuracy"] if row["data"].startswith("digits")]
+    return next((row["accuracy_percent"] for row in rows if row["configuration"] == configuration), [])
 
 
 def preset(name: str) -> AutoBoost:
@@ -71,10 +63,9 @@ def full_share(boost: AutoBoost) -> float:
 
 def measured_as(boost: AutoBoost) -> tuple[str, float]:
     """Which of `COMPARED` a configuration is ("" for none), and its time of a step in those without boost, or NaN."""
-    same = [n for n in COMPARED if (p := preset(n)).active == boost.active and strategy(p) == strategy(boost)]
-    if not same:
-        return "", math.nan
-    return same[0], relative_time("O2" if (boost.level, same[0]) == ("O2", "O1") else same[0])  # one process
+    alike = (n for n in COMPARED if (p := preset(n)).active == boost.active and strategy(p) == strategy(boost))
+    name = next(alike, "")  # in one process O2 does what O1 does
+    return name, relative_time("O2" if (boost.level, name) == ("O2", "O1") else name) if name else math.nan
 
 
 @cache
@@ -182,12 +173,11 @@ def _steps(see: Sheet, rows: list[str], steps: np.ndarray) -> None:
     title = "step by step: click another square above"
     panel = see.panel(1, title=title, x=x, y=names(rows, down=True))
     row, start = (axis.ravel() for axis in np.indices(steps.shape[:2]))
-    ends = start[:, None] + steps.reshape(-1, len(PARTS)).cumsum(1)
-    for k, (part, (fill, hatch)) in enumerate(PARTS.items()):
+    ends = start[:, None] + np.insert(steps.reshape(-1, len(PARTS)).cumsum(1), 0, 0, axis=1)
+    for k, (part, fill) in enumerate(PARTS.items()):
         told = [f"{share:.2f} of a step" for share in steps[..., k].ravel()]
-        look = {"fill": fill, "hatch": hatch or None, "label": part.replace("_", " "), "told": told}
-        begin = ends[:, k - 1] if k else start
-        panel.boxes(begin, row - 0.2, ends[:, k], row + 0.4, edge="muted", width=1, **look)
+        look = {"fill": fill, "hatch": part == "batch_norm" or None, "label": part.replace("_", " "), "told": told}
+        panel.boxes(ends[:, k], row - 0.2, ends[:, k + 1], row + 0.4, edge="muted", width=1, **look)
     for k, name in enumerate(rows):
         words = f"{CYCLE} steps" if name == "none" else f"{CYCLE} steps in the time of {steps[k].sum():.1f}"
         panel.text(words, CYCLE, k - 0.22, anchor="end", valign="bottom", weight="bold")

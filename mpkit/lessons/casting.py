@@ -1,6 +1,7 @@
 """Lesson 06: a network at a level, operation by operation."""
 
 import math
+import re
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,16 +23,12 @@ SHOWN_ANYWAY = ("relu", "max_pool2d")
 FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "e4m7")
 
 
-class LogSoftmax(nn.Module):
-    """The logarithm of a softmax: in one operation, or from the probabilities."""
-
-    def __init__(self, fused: bool = False) -> None:
-        super().__init__()
-        self.fused = fused
+class SoftmaxThenLog(nn.Module):
+    """The logarithm of a softmax, from the probabilities."""
 
     def forward(self, z: Tensor) -> Tensor:
         """(N,) logits -> (N,) their log-probabilities."""
-        return torch.log_softmax(z, 0) if self.fused else torch.log(torch.softmax(z, 0))
+        return torch.log(torch.softmax(z, 0))
 
 
 NETWORKS: dict[str, Any] = {
@@ -39,8 +36,8 @@ NETWORKS: dict[str, Any] = {
     "LeNet5": LeNet5,
     "residual block": lambda: ResidualBlock(1, 8, stride=2),
     "transformer block": lambda: TransformerBlock(28, 4),  # the rows of an image are its tokens
-    "softmax, then log": LogSoftmax,
-    "log_softmax": lambda: LogSoftmax(fused=True),
+    "softmax, then log": SoftmaxThenLog,
+    "log_softmax": lambda: nn.LogSoftmax(0),
 }
 
 
@@ -63,7 +60,7 @@ def _built(kind: str, exponent: int) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     network = NETWORKS[kind]()
     images = digits("test")[0][:8]
-    x = LOGITS if isinstance(network, LogSoftmax) else images.squeeze(1) if "transformer" in kind else images
+    x = LOGITS if "softmax" in kind else images.squeeze(1) if "transformer" in kind else images
     return network, x * 2.0**exponent
 
 
@@ -177,19 +174,15 @@ def _errors(see: Sheet, seen: Walk, plain: Walk, fmt: str) -> None:
     own, wide = (exponents(w.errors, LOWEST, HIGHEST) for w in (seen, plain))
     below.line(wide, color="reference", dash="--", glyph="s", size=3, label="float32 (O0)")
     below.line(own, color="own", glyph="o", label=f"{fmt}, at the level", ghost=True)
-    zero, over = ({i: n for i, s in enumerate(steps) if (n := getattr(s, lost))} for lost in ("flushed", "overflowed"))
-    for found, color, glyph, height, label in (
-        (zero, "zero", "v", LOWEST + 1.5, "flushed to zero"),
-        (over, "overflow", "x", HIGHEST - 1.2, "overflowed"),
-    ):
-        if found:
+    lost = ("flushed to zero", "zero", "v", LOWEST + 1.5), ("overflowed", "overflow", "x", HIGHEST - 1.2)
+    for label, color, glyph, height in lost:  # the first word names the column of the ledger
+        if found := {i: n for i, s in enumerate(steps) if (n := getattr(s, label.split()[0]))}:
             told = [f"{n} of the values" for n in found.values()]
             below.points([height] * len(found), [*found], color, glyph=glyph, size=5, label=label, told=told)
 
 
 def _label(step: Operation) -> str:
-    operation = step.operation.removeprefix("scaled_dot_product_").removeprefix("layer_").removeprefix("batch_")
-    named = [part for part in step.module.split(".") if not part.isdigit()]
-    number = [part for part in step.module.split(".")[-1:] if part.isdigit()]
-    module = ".".join([*named[-1:], *number]).replace("dense_relu_sequential.", "").replace("downsample", "down")
-    return f"{module}: {operation}" if module else operation
+    """The last name on its module's path, with the number that follows, and what is done there."""
+    name = re.sub(r".*\.(?=[a-z])|dense_relu_sequential\.", "", step.module).replace("downsample", "down")
+    operation = re.sub("^(scaled_dot_product|layer|batch)_", "", step.operation)
+    return f"{name}: {operation}" if name else operation

@@ -14,8 +14,7 @@ from mpkit.casting import auto_mixed_precision
 from mpkit.data import digits
 from mpkit.diagnose import Report, diagnose
 from mpkit.formats import BF16, FP16, FloatFormat, dtype_name
-from mpkit.view import Choice, Range, Sheet, exponent, exponents, log2, names, power_of_two, space, view
-from mpkit.view.parts import edges, regions
+from mpkit.view import Choice, Range, Sheet, edges, exponent, exponents, log2, names, power_of_two, regions, space, view
 
 FORMATS = {"float16": FP16, "bfloat16": BF16}
 LOSS = nn.functional.cross_entropy
@@ -45,13 +44,10 @@ class Case(NamedTuple):
 def case(name: str) -> Case:
     """One of the four trainings, A to D."""
     images, labels = (values[:32].clone() for values in digits("train"))
-    middle: dict[str, nn.Module] = {}
-    if name == "B":
-        middle = {"gain": Layer(lambda x: x * 400), "square": Layer(torch.square), "shrink": Layer(lambda x: x * 1e-5)}
-    elif name == "C":
+    if name == "C":
         images[7, 0, 14, 14] = math.nan  # a dead pixel
-    elif name == "D":
-        middle = {"entropy": Layer(torch.log)}
+    gained = {"gain": Layer(lambda x: x * 400), "square": Layer(torch.square), "shrink": Layer(lambda x: x * 1e-5)}
+    middle: dict[str, Any] = {"B": gained, "D": {"entropy": Layer(torch.log)}}.get(name, {})
     torch.manual_seed(0)
     parts = {"flat": nn.Flatten(), "hidden": nn.Linear(784, 32), "relu": nn.ReLU(), **middle, "out": nn.Linear(32, 10)}
     return Case(nn.Sequential(OrderedDict(parts)), (images, labels), 2.0 ** (24 if name in ("A", "D") else 12))
@@ -98,13 +94,13 @@ def passed(name: str, level: str, dtype: str, power: int) -> list[Stop]:
     heard["loss"] = LOSS(network(found.batch[0]), found.batch[1])
     wanted = {part: heard[part] for part in [*heard][:0:-1]} | dict(network.named_parameters())
     slopes = dict(zip(wanted, torch.autograd.grad(heard["loss"], [*wanted.values()], torch.tensor(2.0**power))))
-    stops = []
-    for part, x, backward in [(n, x, False) for n, x in heard.items()] + [(n, x, True) for n, x in slopes.items()]:
+
+    def stop(name: str, x: Tensor, backward: bool) -> Stop:
         size, finite = x.detach().abs(), x.isfinite()
         seen = size[finite & (size > 0)].tolist() or [0.0]
-        ends = min(seen), max(seen)
-        stops.append(Stop(part, backward, dtype_name(x.dtype), *ends, x.numel() - int(finite.sum()), x.numel()))
-    return stops
+        return Stop(name, backward, dtype_name(x.dtype), min(seen), max(seen), x.numel() - int(finite.sum()), x.numel())
+
+    return [stop(n, x, False) for n, x in heard.items()] + [stop(n, x, True) for n, x in slopes.items()]
 
 
 @view(
@@ -120,9 +116,8 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
     value that is not finite, or None; `bars`, what passes as computed in float32.
     """
     report, every = investigated(training, scale, dtype), passed(training, "O0", dtype, scale)
-    stops = [
-        s for s in passed(training, "O2", dtype, scale) if "." not in s.name
-    ]  # parameters have no place on the way
+    # parameters have no place on the way
+    stops = [s for s in passed(training, "O2", dtype, scale) if "." not in s.name]
     bars = [s for s in every if not s.backward and s.name not in ("batch", "relu", "loss")]
     bars += [s for s in every if s.backward and s.name.endswith("weight")]
     born = next((i for i, stop in enumerate(stops) if stop.bad), None)
@@ -144,11 +139,6 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
         f"Training {training} at scale 2^{scale} in {dtype}: {' '.join(told)} {works}. {walk}.",
         report=report, stops=stops, born=born, bars=bars,
     )  # fmt: skip
-    see.rows = [
-        {"values": s.called, "smallest": f"{s.low:.2g}", "largest": "not finite" if s.bad else f"{s.high:.3g}",
-         "fits": not s.bad and s.high <= FORMATS[dtype].max}
-        for s in bars
-    ]  # fmt: skip
 
 
 def _way(see: Sheet, title: str, stops: list[Stop], born: int | None) -> None:
@@ -181,8 +171,11 @@ def _bars(see: Sheet, bars: list[Stop], fmt: FloatFormat, report: Report, scale:
     x = log2("magnitude, as computed in float32", low, high, 8)
     panel = see.panel(1, title="ranges of the values, as computed in float32", x=x, y=y)
     regions(panel, "x", *edges(fmt))
+    see.rows = []
     for row, stop in enumerate(bars):
         word = "inf or NaN" if stop.bad else "too large" if stop.high > fmt.max else ""
+        most = "not finite" if stop.bad else f"{stop.high:.3g}"
+        see.rows.append({"values": stop.called, "smallest": f"{stop.low:.2g}", "largest": most, "fits": not word})
         color = "overflow" if word else "own" if stop.backward else "reference"
         (left, right), dash = exponents([stop.low, stop.high], low, high), "--" if stop.backward else None
         look: dict[str, Any] = {"fill": f"{color}/0.4", "edge": color, "width": 1.5, "dash": dash}

@@ -14,19 +14,17 @@ from mpkit.networks import LeNet5, Network, resnet18
 from mpkit.view import Choice, Range, Sheet, counted, names, view
 from mpkit.view.intervals import axis, beside, intervals
 
-CELLS: dict[str, dict[str, Any]] = {  # formats are emulated, so that any machine can compute in them
-    name: {"level": level, "dtype": dtype, "scaler": scaler, "boost": boost}
-    for name, level, dtype, scaler, boost in (
-        ("float32", "O0", "float16", None, "O0"),
-        ("fp16 O2", "O2", "fp16", None, "O0"),
-        ("fp16 O2, scaled", "O2", "fp16", "torch", "O0"),
-        ("bf16 O2", "O2", "bf16", None, "O0"),
-        ("e5m2 O2, scaled", "O2", "e5m2", "torch", "O0"),
-        ("e5m1 O2, scaled", "O2", "e5m1", "torch", "O0"),
-        ("freezing", "O0", "float16", None, "grad_freeze"),
-        ("centralized", "O0", "float16", None, "grad_centralization"),
-    )
+_CELLS = {  # level, dtype, scaler, boost; formats are emulated, so that any machine can compute in them
+    "float32": ("O0", "float16", None, "O0"),
+    "fp16 O2": ("O2", "fp16", None, "O0"),
+    "fp16 O2, scaled": ("O2", "fp16", "torch", "O0"),
+    "bf16 O2": ("O2", "bf16", None, "O0"),
+    "e5m2 O2, scaled": ("O2", "e5m2", "torch", "O0"),
+    "e5m1 O2, scaled": ("O2", "e5m1", "torch", "O0"),
+    "freezing": ("O0", "float16", None, "grad_freeze"),
+    "centralized": ("O0", "float16", None, "grad_centralization"),
 }
+CELLS = {name: dict(zip(("level", "dtype", "scaler", "boost"), cell)) for name, cell in _CELLS.items()}
 
 
 # ---- networks and runs
@@ -85,9 +83,8 @@ def accuracies(results: Results | None, name: str) -> dict[int, float]:
     seeds=Range(1, 10, label="your seeds"),
 )
 def own_experiment(
-    see: Sheet, network="perceptron", recorded_seeds=10, seeds=5, left_out=[], results: Results | None = None,
-    made: str | None = None,
-) -> None:  # fmt: skip
+    see: Sheet, network="perceptron", recorded_seeds=10, seeds=5, left_out=[], results=None, made=None
+) -> None:
     """Recorded runs until Run is pressed; then the reader's own, as they arrive.
 
     A press on a row chooses its cell or leaves it out. Stop ends after the current run, and Run goes on with the

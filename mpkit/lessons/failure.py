@@ -9,8 +9,7 @@ from torch import nn
 from mpkit.data import data_dir
 from mpkit.files import read_json
 from mpkit.formats import FP16
-from mpkit.view import LINES, Choice, Range, Sheet, linear, log2, names, view
-from mpkit.view.parts import FATES, edges, regions, tenths
+from mpkit.view import FATES, LINES, Choice, Range, Sheet, edges, linear, log2, names, regions, tenths, view
 
 STEPS = (0, 12, 30, 60, 120, 180, 240, 300)  # of the recorded moments
 LAYERS = ("first layer", "2nd", "3rd", "4th", "5th", "6th", "output layer")
@@ -46,7 +45,6 @@ def moment_at(step: int) -> dict[str, np.ndarray]:
     return {"counts": counts, "zero": np.clip((zero - black) / (1 - black), 0, 1).round(4), "overflow": overflow}
 
 
-@cache
 def trainings() -> dict[str, list[dict[str, Any]]]:
     """The runs of each way to train, one for each seed: `accuracy` in percent, `losses`."""
     every = recorded()["runs"]
@@ -78,16 +76,13 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     zero, over = found["zero"][scale], found["overflow"][scale]
     see.grid(430, 900, least=560)
     title = "the gradients of seven layers, times the loss scale; height: share of the layer"
-    panel = see.panel(title=title, x=log2("magnitude", FIRST, LAST, 8),
-                      y=names(LAYERS, down=True), pad=[28, 150, 44, 110])  # fmt: skip
-    panel.given["y"]["lo"], panel.given["y"]["hi"] = len(LAYERS) - 0.4, -1.8  # room for the names of the regions
+    y = names(LAYERS, down=True) | {"lo": len(LAYERS) - 0.4, "hi": -1.8}  # room for the names of the regions
+    panel = see.panel(title=title, x=log2("magnitude", FIRST, LAST, 8), y=y, pad=[28, 150, 44, 110])
     ends = edges(FP16)
     regions(panel, "x", *ends, zero="becomes 0", subnormal="few bits", normal="all bits", overflow="inf")
-    rows, cols = np.nonzero(shares > 0.002)
-    at = recorded()["lowest"] + cols + scale
-    seen = (at >= FIRST) & (at < LAST)
-    rows, cols, at = rows[seen], cols[seen], at[seen]
-    tall = 0.82 * shares[rows, cols] / shares.max()
+    at = recorded()["lowest"] + np.arange(shares.shape[1]) + scale
+    rows, cols = np.nonzero((shares > 0.002) & (at >= FIRST) & (at < LAST))
+    at, tall = at[cols], 0.82 * shares[rows, cols] / shares.max()
     fill = np.array(FATES)[np.searchsorted(ends, at, side="right")]
     panel.boxes(at, rows + 0.42 - tall, at + 1, rows + 0.42, fill=fill.tolist(), quiet=True)
     middle = (np.cumsum(shares[0]) < 0.5).sum() + recorded()["lowest"] + 0.5

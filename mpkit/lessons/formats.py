@@ -16,7 +16,6 @@ from mpkit.view.parts import edges, prediction, regions
 NAMES = [name for name in FORMATS if name != "fp64"]
 OTHERS = ("e5m2fnuz", "e4m3fnuz", "e4m3b11fnuz", "e3m4", "binary8p3", "binary8p4", "binary8p5")
 BOX = {n: n for n in NAMES} | {n: f"other: {n}" for n in OTHERS}
-KIND_ROLES = {"normal": "normal", "subnormal": "subnormal", "zero": "zero", "inf": "overflow", "nan": "overflow"}
 
 
 # ---- numbers
@@ -137,7 +136,7 @@ def _bit_row(see: Sheet, form: FloatFormat, pattern: int, wide: int) -> None:
     count, fields, left = form.bits, form.fields(pattern), (wide - form.bits) / 2
     row = see.panel(bare=True, x=space(0, wide), y=space(-1.4, 1.9))
     parts = ["sign"] + ["exponent"] * form.exponent_bits + ["fraction"] * form.fraction_bits
-    roles = {"sign": "ink", "exponent": KIND_ROLES[fields.kind], "fraction": "reference"}
+    roles = {"sign": "ink", "exponent": "overflow" if fields.value is None else fields.kind, "fraction": "reference"}
     text, places = f"{pattern:0{count}b}", left + np.arange(count)
     flipped = [pattern ^ 1 << count - 1 - i for i in range(count)]
     values = [value_of(p, form) for p in flipped]
@@ -248,7 +247,6 @@ def gaps(see: Sheet, typed="", drawn={}, shown=False) -> None:
 
     Numbers: `guess truth near`.
     """
-    see.grid(380, 900)
     axis = names([power_of_two(int(e)) for e in POWERS], "number", bare=False)
     panel = see.panel(x=axis | {"ticks": axis["ticks"][::4]}, y=log2("gap to the next number of float16", *ENDS))
     prediction(see, panel, "formats.gaps", GAPS, first=0, ends=ENDS, start=-10, points=9, within=0.5,

@@ -15,8 +15,7 @@ from mpkit.formats import E4M3FN, E5M2
 from mpkit.policies import tensor_scale_preset
 from mpkit.record import AmaxTrace
 from mpkit.replay import replay_tensor_scales
-from mpkit.replay.percent import percent
-from mpkit.view import GLYPHS, Choice, Range, Sheet, exponents, fitted, linear, log2, names, view
+from mpkit.view import GLYPHS, Choice, Range, Sheet, exponents, fitted, linear, log2, names, percent, view
 
 OVER = 1 + 2.0**-22  # above what the scale holds by less than this is only the rounding of the scale
 
@@ -50,8 +49,7 @@ def delayed(see: Sheet, tensor=TENSORS[2], length=16, margin=0, current=False, s
     asked: dict[str, Any] = {} if current else {"history_len": length, "margin": margin}
     policy = tensor_scale_preset("te_current" if current else "te_delayed", element, **asked)
     done = replay_tensor_scales(amax, [policy], scales=True)
-    assert done.scales is not None
-    holds = element.max / done.scales[0].astype(float)
+    holds = element.max / np.array(done.scales, dtype=float)[0]
     clipped = np.flatnonzero(amax > holds * OVER)
     see.idle = {"length", "margin"} if current else set()
 
@@ -84,13 +82,11 @@ def block_format(name: str, size: int, rule: str) -> BlockFormat:
     return fmt if name == "NVFP4" else replace(fmt, scale_rounding=rule)
 
 
-@cache
-def gaussian(rows: int, columns: int = 128) -> torch.Tensor:
-    """Fixed values, normally distributed: the quantiles in a shuffled order, which is the same on every machine."""
-    count = rows * columns
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    share = (order.double() + 0.5) / count
-    return (math.sqrt(2) * torch.erfinv(2 * share - 1)).float().view(rows, columns)
+def gaussian() -> torch.Tensor:
+    """(ROWS, 128) normally distributed: the quantiles in a shuffled order, which is the same on every machine."""
+    order = torch.randperm(ROWS * 128, generator=torch.Generator().manual_seed(0))
+    share = (order.double() + 0.5) / len(order)
+    return (math.sqrt(2) * torch.erfinv(2 * share - 1)).float().view(ROWS, 128)
 
 
 @view(
@@ -105,15 +101,14 @@ def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=6) -> None:
     Numbers: `x decoded` (128,), `scales` per block; over many rows `snr` (dB, beside the outlier), `clipped` (share of
     blocks), `flushed` (share of values).
     """
-    many = gaussian(ROWS).clone()
+    many = gaussian()
     if outlier:
         many[:, OUTLIER] = many[:, OUTLIER].sign() * 2.0**outlier * 1.9
     q = quantize_blocks(many, block_format(fmt, size, rule))
     y = q.dequantize()
     tops = many.abs().view(ROWS, -1, size).amax(-1)
     held = q.largest().view((*tops.shape, -1))[..., 0]
-    plain = [i for i in range(128) if i != OUTLIER]
-    noise, signal = (y - many)[:, plain].double().square().sum(), many[:, plain].double().square().sum()
+    noise, signal = (part[:, torch.arange(128) != OUTLIER].double().square().sum() for part in (y - many, many))
     clipped, flushed = float((tops > held * OVER).double().mean()), float(((y == 0) & (many != 0)).double().mean())
     x, decoded = many[0].numpy(), y[0].numpy()
     scales = (1.0 if q.tensor_scale is None else float(q.tensor_scale)) * q.scales[0].numpy()
@@ -142,17 +137,14 @@ def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=6) -> None:
 
 
 # ---- *Three products*: recorded trainings under recipes
-RECIPES = [
-    "te_hybrid_delayed", "te_current", "torchao_rowwise", "mxfp8", "mxfp4", "mxfp4, weight gradient high", "nvfp4",
-    "nvfp4, nearest and no Hadamard",
-]  # fmt: skip
-
-
 @cache
 def load_recipes() -> dict[str, Any]:
     """Recorded trainings of a small GPT: names, losses (recipes, seeds, points), end (recipes, seeds), and meta."""
     with np.load(data_dir() / "recipes.npz", allow_pickle=False) as z:
         return {"names": z["names"].tolist(), "meta": json.loads(str(z["meta"]))} | {k: z[k] for k in ("losses", "end")}
+
+
+RECIPES = load_recipes()["names"][1:]  # the first is float32
 
 
 @view(recipe=RECIPES)
