@@ -23,24 +23,20 @@ PATIENCE = 0.05
 """Seconds of work for one message; the page then wishes for the next, and a question in between is not kept waiting."""
 HERE = Path(__file__).parent
 DARK_JUPYTER = 'body[data-jp-theme-light="false"]'
-DARK_ELSEWHERE = (
-    'html[theme="dark"]',  # Colab
-    "body.vscode-dark",
-    "body.vscode-high-contrast:not(.vscode-high-contrast-light)",
-)
+DARK_ELSEWHERE = 'html[theme="dark"], body.vscode-dark, body.vscode-high-contrast:not(.vscode-high-contrast-light)'
 
 
 def stylesheet() -> str:
     """scene.css after the colours of the roles, on a light and on a dark page.
 
-    In Jupyter ink and paper are the page's. On other dark pages they are our own: what those have of Jupyter's
-    variables are the light ones, and VS Code lays every widget on white.
+    In Jupyter ink and paper are the page's. On other dark pages (the first is Colab's) they are our own: what those
+    have of Jupyter's variables are the light ones, and VS Code lays every widget on white.
     """
     light, dark = ("".join(f"--mk-{role}:{pair[i]};" for role, pair in ROLES.items()) for i in (0, 1))
     page = "--mk-ink:var(--jp-content-font-color1, {});--mk-paper:var(--jp-layout-color0, {});"
     page = page.format(ROLES["ink"][0], ROLES["paper"][0])
     themes = f".mpk {{{light}{page}}}\n{DARK_JUPYTER} .mpk {{{dark}{page}}}\n"
-    themes += f":is({', '.join(DARK_ELSEWHERE)}) .mpk {{{dark}}}\n"
+    themes += f":is({DARK_ELSEWHERE}) .mpk {{{dark}}}\n"
     return themes + (HERE / "scene.css").read_text(encoding="utf-8")
 
 
@@ -97,9 +93,8 @@ class Page(AnyWidget):
         self.view, self._seen, self._table = view, -1, False
         play, controls = view.sheet.step or {"name": None}, view.maker.controls
         rows = {n: c.row(view.maker.defaults[n]) for n, c in controls.items() if n != play["name"]}
-        lines = [
-            {"name": n, "label": controls[n].label or n.replace("_", " "), **row} for n, row in rows.items() if row
-        ]
+        named = {n: {"name": n, "label": controls[n].label or n.replace("_", " ")} for n in rows}
+        lines = [named[n] | row for n, row in rows.items() if row]
         super().__init__(controls=lines, tries=[told["say"] for told in view.tries])
         self.on_msg(self._heard)
         self.observe(lambda change: self._send_ahead(change["new"]), "wish")
@@ -117,7 +112,7 @@ class Page(AnyWidget):
         view = self.view
         with view.lock, self.hold_sync():
             if view.drawings != self._seen:
-                self.spec = ahead.packed(view.sheet.spec())
+                self.spec = ahead.packed(view.sheet.spec)
                 self._seen = view.drawings  # now, not before: an interrupt between the two would leave the picture old
             self.index, self.message = view.index, view.message
             named = {row["name"]: view.params[row["name"]] for row in self.controls}
@@ -143,14 +138,14 @@ class Page(AnyWidget):
         """
         view, name = self.view, wish["name"]
         with view.lock:
-            base, shown, params = view.params, view.sheet.spec(), self._params()
+            base, shown, params = view.params, view.sheet.spec, self._params()
             does = {} if view.busy else ahead.moves(view, name)
             told: dict[str, Any] = {"name": name, "params": params, "moves": [*set().union(*does.values())]}
             told |= {"index": view.index} if isinstance(view.maker.controls.get(name), Stroke) else {}
         trees, end = dict[float, Any](), time.monotonic() + PATIENCE
         for place in [place for place in [*does][:AT_MOST] if place not in wish["have"]]:
             with contextlib.suppress(ValueError):  # the kernel says why when the reader asks for it
-                trees[place] = view.drawn(view.asked(does[place], base)).spec()
+                trees[place] = view.drawn(view.asked(does[place], base)).spec
             if time.monotonic() > end:
                 break
         if trees:

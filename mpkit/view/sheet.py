@@ -12,10 +12,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Context, Decimal
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from mpkit.view.words import power_of_two
 
 ROLES: dict[str, tuple[str, str]] = {  # on a light and on a dark page; Okabe and Ito 2008, "Color universal design"
     "ink": ("#1f1f1f", "#ececec"),
@@ -30,21 +33,17 @@ ROLES: dict[str, tuple[str, str]] = {  # on a light and on a dark page; Okabe an
     "normal": ("#009e73", "#35c79c"),
 }
 GLYPHS = ("o", "s", "^", "D", "v")
-LINES: list[dict[str, Any]] = [
-    {"color": color, "dash": dash}
-    for color, dash in zip(("zero", "overflow", "normal", "own", "ink"), (None, "--", "-.", ":", "6 2 1 2 1 2"))
-]
+_DASHES = {"zero": None, "overflow": "--", "normal": "-.", "own": ":", "ink": "6 2 1 2 1 2"}
+LINES: list[dict[str, Any]] = [{"color": color, "dash": dash} for color, dash in _DASHES.items()]
 """Looks of lines that only have to differ."""
 DIFFERENT = [look | {"glyph": glyph} for look, glyph in zip(LINES, GLYPHS)]
 """The same with a glyph of its own for each."""
 
-_NUMBERS = frozenset(
-    ["x", "y", "y2", "x0", "y0", "x1", "y1", "values", "since", "ring", "hue", "rows", "shift", "at", "base", "cross"]
-) | {"codes"}
-_LOOKS = frozenset(["type", "label", "color", "fill", "edge", "hatch", "dash", "width", "glyph", "size"])
+_NUMBERS = {"x", "y", "y2", "x0", "y0", "x1", "y1", "at", "base", "cross"}
+_NUMBERS |= {"values", "since", "ring", "hue", "rows", "shift", "codes"}
+_LOOKS = {"type", "label", "color", "fill", "edge", "hatch", "dash", "width", "glyph", "size"}
 Shares = Sequence[float]
 _FIELD = re.compile(r"\{(\w+)(?::([^}]*))?\}")
-_RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def exponents(values: ArrayLike, low: float, high: float) -> np.ndarray:
@@ -65,16 +64,6 @@ def fitted(*series: ArrayLike, room: int = 2) -> tuple[int, int]:
     return (math.floor(every.min()) - room, math.ceil(every.max()) + room) if every.size else (0, 20)
 
 
-def power_of_two(exponent: float) -> str:
-    """2^n in superscript digits: power_of_two(-14) is 2⁻¹⁴."""
-    return raised(f"2^{exponent:g}")
-
-
-def raised(text: str) -> str:
-    """Words with every 2^n in superscript digits, as both pictures show them."""
-    return re.sub(r"\b2\^(-?[\d.]*\d)", lambda found: "2" + found[1].translate(_RAISED), text)
-
-
 def _check_ends(label: str, low: float, high: float) -> None:
     if not (math.isfinite(low) and math.isfinite(high) and low != high):
         raise ValueError(f"the axis {label!r} needs two ends that are finite and not equal, got {low} and {high}")
@@ -87,7 +76,7 @@ def said(value: float, axis: Mapping[str, Any]) -> str:
         return str(axis["names"][round(value)])
     if axis.get("format") == "log2" and math.isfinite(value):
         return power_of_two(round(value, 1))
-    return rounded(10**value if axis.get("format") == "log10" else value)
+    return rounded(value)
 
 
 def item(values: Any, i: int) -> Any:
@@ -138,9 +127,6 @@ def filled(column: Any, form: str, index: int) -> str:
     return f"2^{rounded(value)}" if form == "2^" and math.isfinite(value) else rounded(value)
 
 
-_FOUR = Context(4, ROUND_HALF_UP)
-
-
 def rounded(value: float) -> str:
     """A number in words: four digits, ties away from zero, as JavaScript writes it.
 
@@ -149,7 +135,7 @@ def rounded(value: float) -> str:
     """
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    near = float(_FOUR.create_decimal(value))
+    near = float(Context(4, ROUND_HALF_UP).create_decimal(value))
     if near == 0 or 1e-6 <= abs(near) < 1e21:
         return np.format_float_positional(near, trim="-")
     return repr(near).replace("e-0", "e-")
@@ -193,18 +179,12 @@ class Panel:
     def crosses(self, y: ArrayLike, steps: ArrayLike, label: str = "", color: str = "overflow", **look: object) -> None:
         """An x on the line `y` at each of some steps; nothing where there is none."""
         if np.size(steps):
-            self.points(
-                np.asarray(y)[np.asarray(steps)],
-                steps,
-                color,
-                **{"glyph": "x", "size": 5, "label": label or None} | look,
-            )
+            look = {"glyph": "x", "size": 5, "label": label or None} | look
+            self.points(np.asarray(y)[np.asarray(steps)], steps, color, **look)
 
-    def band(
-        self, y: ArrayLike, y2: ArrayLike, x: ArrayLike | None = None, color: str = "overflow/0.15", **look: object
-    ) -> None:
+    def band(self, y: ArrayLike, y2: ArrayLike, color: str = "overflow/0.15", **look: object) -> None:
         """The area between two lines."""
-        self.add("band", x=x, y=y, y2=y2, color=color, **look)
+        self.add("band", y=y, y2=y2, color=color, **look)
 
     def span(self, axis: str, low: float, high: float, color: str, text: str = "", **look: object) -> None:
         """A region across the panel, named at its top (axis "x") or left (axis "y"); nothing where it is empty.
@@ -217,7 +197,7 @@ class Panel:
         if high <= low:
             return
         across = ([low], [y["lo"]], [high], [y["hi"]]) if axis == "x" else ([x["lo"]], [low], [x["hi"]], [high])
-        self.add("boxes", **dict(zip(("x0", "y0", "x1", "y1"), across)), fill=color, quiet=True)
+        self.boxes(*across, fill=color, quiet=True)
         if text and axis == "x":
             upright = {"valign": "middle", "rotate": 90, "anchor": "end", "dy": 8}
             level = {"valign": "top", "dy": 4}
@@ -253,8 +233,7 @@ class Panel:
         Several rows of values, one for each step or `rows[step]`; `shift[step]` moves all of them along their axis;
         `zones`, a list of [up to, role] that ends with [None, role], colours each by where it then lies.
         """
-        if at is None:
-            at = np.arange(np.shape(values)[-1])
+        at = np.arange(np.shape(values)[-1]) if at is None else at
         self.add("bars", values=values, at=at, count=np.size(at), **look)
 
     def cells(self, values: ArrayLike, texts: Sequence[str], color: str = "zero", **look: object) -> None:
@@ -266,8 +245,8 @@ class Panel:
         fill = [f"{color}/{0.06 + 0.54 * s:.2f}" for s in share]  # words stay readable, light and dark
         self.boxes(cols - 0.5, rows - 0.5, cols + 0.5, rows + 0.5, fill=fill, text=list(texts), **look)
 
-    def table(self, index: int, most: int, titled: bool) -> list[dict[str, Any]]:
-        """The labelled marks as rows of a table, one for each place on the x axis."""
+    def table(self, index: int, titled: bool) -> list[dict[str, Any]]:
+        """The labelled marks as rows of a table, one for each place on the x axis, at most about 60."""
         found, x = dict[str, dict[str, Any]](), self.given["x"]
         for m in self.marks:
             told, label = m.get("told"), m.get("label")
@@ -276,7 +255,7 @@ class Panel:
                 continue
             count = max(np.size(v) for v in (ys, xs) if v is not None)
             count = min(count, index + 1) if m.get("show") == "upto" and "since" not in m else count
-            for i in range(0, count, max(1, count // most)):
+            for i in range(0, count, max(1, count // 60)):
                 place = said(item(xs, i) if xs is not None else i, x)
                 own = told if not told or isinstance(told, str) else told[int(item(m.get("codes", i), i))]
                 value = own or said(item(ys, i), self.given["y"])
@@ -314,7 +293,6 @@ class Sheet:
         self.buttons: dict[str, Any] = {}
         self.idle = set[str]()
         self.rows: list[dict[str, Any]] | None = None
-        self._spec: dict[str, Any] | None = None
         self.grid()
 
     def grid(
@@ -360,17 +338,15 @@ class Sheet:
             on.rule("x", "index", "muted", dash=":")
             on.handle("x", name, np.arange(first, first + count), first, first + count - 1, label)
 
-    def table(self, index: int = 0, most: int = 60) -> list[dict[str, Any]]:
-        """The labelled marks of each panel as rows, one for each place on its x axis, at most about so many."""
-        return [row for p in self.panels for row in p.table(index, most, len(self.panels) > 1)]
+    def table(self, index: int = 0) -> list[dict[str, Any]]:
+        """The `rows`, or else the labelled marks of each panel at one step, a row for each place on its x axis."""
+        if self.rows is not None:
+            return self.rows
+        return [row for p in self.panels for row in p.table(index, len(self.panels) > 1)]
 
+    @cached_property
     def spec(self) -> dict[str, Any]:
         """What both renderers get: dicts, lists, words, arrays. Nothing can be added to the sheet afterwards."""
-        if self._spec is None:
-            self._spec = self._make_spec()
-        return self._spec
-
-    def _make_spec(self) -> dict[str, Any]:
         padded = [p for p in self.panels if "pad" not in p.given]
         for p in padded:
             p.given["pad"] = _pads(p)
@@ -408,15 +384,8 @@ class Sheet:
             places[:-1] -= short
             places[1:] += short
         for place, (m, _) in zip(places, tagged):
-            p.text(
-                m["label"],
-                g["x"]["hi"],
-                low + place / pixels * (high - low),
-                color=m["color"].partition("/")[0],
-                anchor="start",
-                dx=11,
-                free=True,
-            )
+            y, color = low + place / pixels * (high - low), m["color"].partition("/")[0]
+            p.text(m["label"], g["x"]["hi"], y, color=color, beside=11, free=True)
 
 
 def _sample(m: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.path import Path
 from PIL import Image
 
-from mpkit.view.sheet import ROLES, Sheet, item, raised
+from mpkit.view.sheet import ROLES, Sheet, item
+from mpkit.view.words import raised
 
 PT = 0.72  # points per pixel at 100 dots per inch
 STEPS = {"mid": "steps-mid", "post": "steps-post", None: "default"}
@@ -34,7 +35,7 @@ class Still:
     """
 
     def __init__(self, sheet: Sheet) -> None:
-        self.png, self.sentence = png(sheet.spec()), sheet.sentence()
+        self.png, self.sentence = png(sheet.spec), sheet.sentence()
 
     def __repr__(self) -> str:
         return self.sentence
@@ -191,19 +192,17 @@ def _line(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Li
 
 
 def _boxes(axes: Axes, m: dict[str, Any], index: int, z: float) -> Patch | None:
-    n = max(np.size(m[k]) for k in ("x0", "y0", "x1", "y1"))
+    n, hatch = max(np.size(m[k]) for k in ("x0", "y0", "x1", "y1")), m.get("hatch")
     shapes = list[Patch]()
     for k in range(n)[_shown(m, index, n)]:
-        x0, y0, x1, y1, fill, edge, hatch, dash = (
-            item(m.get(name), k) for name in ("x0", "y0", "x1", "y1", "fill", "edge", "hatch", "dash")
-        )
+        x0, y0, x1, y1, fill, edge = (item(m.get(name), k) for name in ("x0", "y0", "x1", "y1", "fill", "edge"))
         style: dict[str, Any] = {"fc": colour(fill), "ec": colour(edge or ("muted" if hatch else "none")), "zorder": z}
-        style |= {"lw": PT * m.get("width", 1.0 if edge or hatch else 0), "ls": _dash(dash)}
+        style |= {"lw": PT * m.get("width", 1.0 if edge or hatch else 0), "ls": _dash(m.get("dash"))}
         corner, size = (min(x0, x1), min(y0, y1)), (abs(x1 - x0), abs(y1 - y0))
         shapes.append(Rectangle(corner, *size, hatch="///" if hatch else None, **style))
         axes.add_patch(shapes[-1])
         if m.get("text"):
-            look = {"color": item(m.get("ink", "ink"), k), "size": m.get("size", 12), "halo": hatch}
+            look = {"size": m.get("size", 12), "halo": hatch}
             _words(axes, (x0 + x1) / 2, (y0 + y1) / 2, m["text"][k], look, z + 0.005)
     return shapes[0] if shapes else None
 
@@ -212,9 +211,8 @@ def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Ba
     values, row = np.asarray(m["values"]).reshape(-1, m["count"]), item(m.get("rows", index), index)
     heights = values[min(int(row), len(values) - 1)] * m.get("unit", 1.0)
     at = np.asarray(m["at"]) + item(m.get("shift", 0.0), index)
-    zones = m.get("zones")
-    roles = [next(r for end, r in zones if end is None or a < end) for a in at] if zones else m.get("fill", "own")
-    fill = [colour(item(roles, k)) for k in range(len(at))]
+    zones = m.get("zones", [(None, m.get("fill", "own"))])
+    fill = [colour(next(role for end, role in zones if end is None or a < end)) for a in at]
     draw = axes.bar if m.get("axis", "x") == "x" else axes.barh
     edge: dict[str, Any] = {"edgecolor": colour(m.get("edge", "muted")), "lw": PT}
     edge |= {"hatch": "///"} if m.get("hatch") else {}

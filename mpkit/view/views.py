@@ -152,13 +152,13 @@ class View:
 
     def table(self) -> list[dict[str, Any]]:
         """The data on screen, one dict per row."""
-        return self.sheet.rows if self.sheet.rows is not None else self.sheet.table(self.index)
+        return self.sheet.table(self.index)
 
     def png(self) -> bytes:
         """The picture as it would be stored now."""
         from mpkit.view.still import png  # matplotlib: not for numbers alone
 
-        return png(self.sheet.spec(), self.index)
+        return png(self.sheet.spec, self.index)
 
     def __repr__(self) -> str:
         return self.sentence if self.sheet.stored is None else self.sheet.stored

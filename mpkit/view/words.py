@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 FLOAT32_MAX = 2.0**128 * (1 - 2.0**-24)
 LESSONS = Path(__file__).parents[1] / "lessons"
+_RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @cache
@@ -39,6 +41,20 @@ def counted(number: int, noun: str) -> str:
 def capital(text: str) -> str:
     """With a capital first letter; names such as GPT stay as they are."""
     return text[:1].upper() + text[1:]
+
+
+def raised(text: str) -> str:
+    """Words with every 2^n in superscript digits, as both pictures show them."""
+    return re.sub(r"\b2\^(-?[\d.]*\d)", lambda found: "2" + found[1].translate(_RAISED), text)
+
+
+def power_of_two(power: float) -> str:
+    """2^n in superscript digits.
+
+    >>> power_of_two(-14), power_of_two(0.5)
+    ('2⁻¹⁴', '2⁰·⁵')
+    """
+    return raised(f"2^{power:g}")
 
 
 def exponent(value: float) -> str:

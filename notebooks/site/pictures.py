@@ -72,10 +72,10 @@ class Table:
             last = (sheet.step or {"count": 1})["count"] - 1
             self.nodes.append({
                 "state": state,
-                "spec": sheet.spec(),
+                "spec": sheet.spec,
                 "idle": sorted(sheet.idle),
                 "buttons": {label: None if callable(does) else does for label, does in sheet.buttons.items()},
-                "rows": sheet.rows if sheet.rows is not None else sheet.table(last),
+                "rows": sheet.table(last),
             })  # fmt: skip
         return self.where[key]
 

@@ -48,7 +48,7 @@ def test_the_verdict_and_the_place_of_birth(given):
 
 
 def test_the_way_shows_what_was_reached_and_nothing_else():
-    spec = detective(training="B", scale=12).sheet.spec()
+    spec = detective(training="B", scale=12).sheet.spec
 
     def told(step):
         return [text.get_text() for text in figure(spec, step - 1).axes[0].texts]

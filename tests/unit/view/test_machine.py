@@ -8,8 +8,9 @@ import torch
 
 from mpkit.view import Sheet, quiz
 from mpkit.view.answers import aside, number, precision, read, same
-from mpkit.view.sheet import exponents, filled, fitted, linear, log2, names, raised
+from mpkit.view.sheet import exponents, filled, fitted, linear, log2, names
 from mpkit.view.still import Still, figure
+from mpkit.view.words import raised
 
 NUMBERS = {
     "65,504": 65504.0, "0xc000": 49152.0, "2^-14": 2.0**-14, "2⁻²⁴": 2.0**-24, "1/4": 0.25, "25 %": 0.25, "−3": -3.0,
@@ -118,7 +119,7 @@ def test_every_mark_is_drawn_named_and_told():
     p.span("y", 3, 4, "overflow/0.1", "region")
     see.play("k", "step", 3)
     see.say("Step {at}.", at=np.arange(3))
-    drawn = figure(see.spec(), 2)
+    drawn = figure(see.spec, 2)
     assert {text.get_text() for text in drawn.axes[0].texts} >= {"box", "3 of 3", "grip", "region"}
     assert {text.get_text() for text in drawn.legends[0].texts} == {"a line", "a band", "bars", "now"}
     assert (see.sentence(1), Still(see).sentence) == ("Step 1.", "Step 0.")

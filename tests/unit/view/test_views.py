@@ -30,7 +30,7 @@ def values_of(kind, default):
 
 def whole(view):
     """The sheet holds together: finite ends, a sentence that is filled, JSON without NaN, no empty table."""
-    spec, data = view.sheet.spec(), packed(view.sheet.spec())
+    spec, data = view.sheet.spec, packed(view.sheet.spec)
     assert len(data) < 25_000, "more than a change may send"
     assert view.sentence.strip().endswith((".", "!", "?")), view.sentence
     assert "{" not in view.sentence, view.sentence
@@ -83,8 +83,8 @@ def test_what_can_be_pressed_names_parameters_and_both_renderers_get_the_same_sh
         view.asked(sets, view.params)
     page = Page(view)
     page.ask({"table": True})
-    assert (page.spec, page.rows) == (packed(view.sheet.spec()), view.table())
-    assert len(figure(view.sheet.spec(), view.index).axes) == len(view.sheet.panels)
+    assert (page.spec, page.rows) == (packed(view.sheet.spec), view.table())
+    assert len(figure(view.sheet.spec, view.index).axes) == len(view.sheet.panels)
     page.close()
 
 
@@ -120,7 +120,7 @@ def test_pictures_sent_ahead_are_those_that_a_question_would_bring():
     assert {n for n, v in page.state["params"].items() if page.ahead["params"][n] != v} == {"start"}
     assert page.ahead["moves"] == ["window"]
     page.close()
-    tree, other = copy.deepcopy(view.sheet.spec()), view.maker(start=20, window=7).sheet.spec()
+    tree, other = copy.deepcopy(view.sheet.spec), view.maker(start=20, window=7).sheet.spec
     for path, (value,) in differences([tree, other]):  # as the page puts them into the scene that it has
         *way, last = path
         reduce(getitem, way, tree)[last] = value
