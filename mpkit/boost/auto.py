@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +59,7 @@ class AutoBoost(Config):
     """
 
     levels = tuple(LEVELS)
-
-    @checked
-    def __init__(
-        self,
-        level: str = "O0",
-        boost_config_dict: Mapping[str, Any] | str | Path | None = "",
-        *,
-        faithful: bool = False,
-    ) -> None:
-        super().__init__(level, boost_config_dict, faithful)
-        self._components: np.ndarray | None = None  # this process's rows of them
+    _components: np.ndarray | None = None  # this process's rows of them
 
     @classmethod
     def from_json(cls, path: str | Path, level: str = "O0", **options: bool) -> AutoBoost:

@@ -6,10 +6,9 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from mpkit.arguments import check_count, check_flag, check_kind, check_number, is_whole
+from mpkit.arguments import check_count, check_flag, check_kind, check_number, checked, is_whole
 from mpkit.boost.adasum import adasum_enabled
 from mpkit.boost.dim_reduce import check_inside
 from mpkit.boost.grad_freeze import check_share, check_type
@@ -17,15 +16,13 @@ from mpkit.files import read_json
 from mpkit.step.distributed import rank_and_size
 
 FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")
-LEVELS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "O0": frozenset(),
-        "O1": frozenset({"less_bn", "grad_freeze"}),
-        "O2": frozenset({"less_bn", "grad_freeze", "adasum"}),
-    }
-)
+LEVELS: Mapping[str, frozenset[str]] = {
+    "O0": frozenset(),
+    "O1": frozenset({"less_bn", "grad_freeze"}),
+    "O2": frozenset({"less_bn", "grad_freeze", "adasum"}),
+}
 MODES = ("auto", "manual", "enable_all", "disable_all", "tuned")
-TUNED: Mapping[str, Any] = MappingProxyType({"freeze_p": 0.5, "freeze_type": 0})
+TUNED: Mapping[str, Any] = {"freeze_p": 0.5, "freeze_type": 0}
 """What mode "tuned" sets where the configuration is silent: half of the steps are frozen, with all indices in turn."""
 
 
@@ -38,31 +35,30 @@ def _split(name: str, value: Any) -> list[int] | None:
     return listed and [check_count(f"each of {name}", each, low=0) for each in listed]
 
 
+Given = Mapping[str, Any] | str | Path | None
 Setting = tuple[Any, Callable[[str, Any], Any]]
-SECTIONS: Mapping[str, Mapping[str, Setting]] = MappingProxyType(
-    {
-        "boost": {"mode": ("auto", lambda _, mode: mode), **dict.fromkeys(FLAGS, (None, check_flag))},
-        "common": {"gradient_split_groups": (None, _split), "device_number": (8, check_count)},  # devices per node
-        "less_bn": {"fn_flag": (True, check_flag), "gc_flag": (True, check_flag)},
-        "grad_freeze": {
-            "param_groups": (10, check_count),
-            "freeze_type": (1, check_type),
-            "freeze_p": (0.7, check_share),  # of steps without freezing
-            "total_steps": (65536, check_count),
-        },
-        "grad_accumulation": {"grad_accumulation_step": (1, check_count)},
-        "dim_reduce": {
-            "rho": (0.55, check_inside),
-            "gamma": (0.9, partial(check_number, high=1.0)),
-            "alpha": (0.001, check_number),
-            "sigma": (0.4, check_inside),
-            "n_components": (32, check_count),
-            "pca_mat_path": (None, _path),
-            "weight_load_dir": (None, _path),
-            "timeout": (1800, check_number),  # seconds
-        },
-    }
-)
+SECTIONS: Mapping[str, Mapping[str, Setting]] = {
+    "boost": {"mode": ("auto", lambda _, mode: mode), **dict.fromkeys(FLAGS, (None, check_flag))},
+    "common": {"gradient_split_groups": (None, _split), "device_number": (8, check_count)},  # devices per node
+    "less_bn": {"fn_flag": (True, check_flag), "gc_flag": (True, check_flag)},
+    "grad_freeze": {
+        "param_groups": (10, check_count),
+        "freeze_type": (1, check_type),
+        "freeze_p": (0.7, check_share),  # of steps without freezing
+        "total_steps": (65536, check_count),
+    },
+    "grad_accumulation": {"grad_accumulation_step": (1, check_count)},
+    "dim_reduce": {
+        "rho": (0.55, check_inside),
+        "gamma": (0.9, partial(check_number, high=1.0)),
+        "alpha": (0.001, check_number),
+        "sigma": (0.4, check_inside),
+        "n_components": (32, check_count),
+        "pca_mat_path": (None, _path),
+        "weight_load_dir": (None, _path),
+        "timeout": (1800, check_number),  # seconds
+    },
+}
 """The configuration: section -> key -> its default, and what checks it."""
 KEYS = {name: section for section, keys in SECTIONS.items() for name in keys if section != "boost"}
 
@@ -83,8 +79,9 @@ class Config:
     configured:   the keys that the configuration gives.
     """
 
-    def __init__(self, level: object, config: object, faithful: bool) -> None:
-        self.faithful, sections = faithful, _loaded(config)
+    @checked
+    def __init__(self, level: str = "O0", boost_config_dict: Given = "", *, faithful: bool = False) -> None:
+        self.faithful, sections = faithful, _loaded(boost_config_dict)
         self.level = known("O0" if faithful and level not in LEVELS else level, LEVELS, "boost has no level")
         section = sections.get("boost", {})
         self.mode = known(section.get("mode", "auto"), MODES[: 4 if faithful else 5], "section 'boost' has no mode")

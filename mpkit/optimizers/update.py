@@ -141,18 +141,11 @@ class Update:
 
     def add(self, slot: str, x: Many, y: Many | None = None, *, hold: float = 1.0, share: float = 1.0) -> Many:
         """state = hold state + share x y, a sum."""
-        state = self._held(slot, hold)
-        if y is None:
-            torch._foreach_add_(state.xs, x.xs, alpha=share)
-        else:
-            torch._foreach_addcmul_(state.xs, x.xs, y.xs, value=share)
-        return state
+        return self._held(slot, hold).add_(x, share, y)
 
     def peak(self, slot: str, x: Many, *, hold: float = 1.0) -> Many:
         """state = max(hold state, x), for x of a gradient's size, which is 0 in a skipped step."""
-        state = self._held(slot, hold)
-        torch._foreach_maximum_(state.xs, x.xs)
-        return state
+        return self._held(slot, hold).at_least_(x)
 
     def _held(self, slot: str, hold: float) -> Many:
         """A state times `hold`, or times 1 in a skipped step."""
