@@ -5,12 +5,12 @@ A number is an int or a float, of Python or NumPy; a bool is none. What is check
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial, wraps
 from inspect import signature
 from math import inf
-from numbers import Integral, Real
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -22,12 +22,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def is_number(value: object) -> TypeGuard[float]:
     """Whether `value` is an int or a float; a bool is neither."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether `value` is an int; a bool is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_number(
@@ -100,7 +100,7 @@ def checks_of(function: Callable[..., object]) -> dict[str, Callable[[str, Any],
     instance where it is a class of torch or mpkit; also with `| None`. Nothing elsewhere.
     """
     hints = get_type_hints(function, include_extras=True)
-    return {name: _check_of(hints.get(name)) for name in signature(function).parameters if name != "self"}
+    return {name: check_of(hints.get(name)) for name in signature(function).parameters if name != "self"}
 
 
 def checked(function: Function) -> Function:
@@ -118,7 +118,8 @@ def checked(function: Function) -> Function:
     return cast(Function, call)
 
 
-def _check_of(hint: Any) -> Callable[[str, Any], Any]:
+def check_of(hint: Any) -> Callable[[str, Any], Any]:
+    """What one annotation asks of a value: `check(name, value)`; see `checks_of`."""
     if hasattr(hint, "__metadata__"):
         return hint.__metadata__[0]
     if hint is bool:
@@ -126,7 +127,7 @@ def _check_of(hint: Any) -> Callable[[str, Any], Any]:
     if get_origin(hint) is Literal:
         return partial(check_choice, choices=get_args(hint))
     if NoneType in (parts := get_args(hint)) and len(parts) == 2:
-        inside = _check_of(next(part for part in parts if part is not NoneType))
+        inside = check_of(next(part for part in parts if part is not NoneType))
         return lambda name, value: None if value is None else inside(name, value)
     if isinstance(hint, type) and hint.__module__.split(".")[0] in ("torch", "mpkit"):
         called = {"Module": "an nn.Module", "Tensor": "a tensor", "Optimizer": "a torch.optim.Optimizer"}
@@ -186,7 +187,7 @@ def check_alike(name: str, saved: Any, own: object) -> None:
             raise ValueError(f"{name} needs shape {[*own.shape]}, {own.dtype}, got {[*saved.shape]}, {saved.dtype}")
     elif isinstance(own, bool):
         check_flags(**{name: saved})
-    elif isinstance(own, Real) and not is_number(saved):
+    elif isinstance(own, numbers.Real) and not is_number(saved):
         raise TypeError(f"{name} must be a number, as it was saved, got {saved!r:.60}")
 
 
@@ -194,3 +195,15 @@ Count = Annotated[int, check_count]
 """A whole number from 1 on."""
 Index = Annotated[int, partial(check_count, low=0)]
 """A whole number from 0 on."""
+Real = Annotated[float, check_number]
+"""A number from 0 on; inf and NaN are none, here and below."""
+Float = Annotated[float, check_float]
+"""The same, and no int."""
+Positive = Annotated[float, partial(check_number, open_low=True)]
+"""A number above 0."""
+Share = Annotated[float, partial(check_number, high=1.0)]
+"""A number from 0 on and below 1."""
+ShareOrOne = Annotated[float, partial(check_number, high=1.0, closed_high=True)]
+"""A number from 0 to 1."""
+Inside = Annotated[float, partial(check_number, high=1.0, open_low=True)]
+"""A number between 0 and 1, neither of them."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from mpkit.arguments import Checked, check_count, check_float, check_kind, check_number, is_whole
+from mpkit.arguments import Checked, Float, check_count, check_float, check_kind, check_number, is_whole
 
 __all__ = [
     "Chained", "CosineDecayLR", "ExponentialDecayLR", "InverseDecayLR", "LearningRateSchedule", "ListedLR",
@@ -34,7 +34,6 @@ def _counted(name: str, value: object) -> int:
     return count
 
 
-Rate = Annotated[float, check_float]
 Above0 = Annotated[float, partial(check_float, open_low=True)]
 Count = Annotated[int, _counted]
 
@@ -153,7 +152,7 @@ class CosineDecayLR(Checked, LearningRateSchedule):
     Source:  MindSpore 2.7 nn.learning_rate_schedule.CosineDecayLR.
     """
 
-    min_lr: Rate
+    min_lr: Float
     max_lr: Above0
     decay_steps: Count
 
@@ -184,7 +183,7 @@ class PolynomialDecayLR(Checked, LearningRateSchedule):
     """
 
     learning_rate: Above0
-    end_learning_rate: Rate
+    end_learning_rate: Float
     decay_steps: Count
     power: Above0
     update_decay_steps: bool = False
@@ -206,7 +205,7 @@ class WarmUpLR(Checked, LearningRateSchedule):
     Source:  MindSpore 2.7 nn.learning_rate_schedule.WarmUpLR.
     """
 
-    learning_rate: Rate
+    learning_rate: Float
     warmup_steps: Count
 
     def rate(self, at: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from mpkit.boost.grad_accumulation import Accumulate
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, regroup
-from mpkit.optimizers.arguments import inner, need_plain_step, parameters_of
+from mpkit.optimizers.arguments import inner, parameters_of, trainer
 from mpkit.step.distributed import rank_and_size
 from mpkit.step.update import Update
 
@@ -83,7 +83,7 @@ class AutoBoost(Config):
         if self.flags["dim_reduce"]:
             optimizer = self._dim_reduced(network)
         elif less_bn or freeze:
-            need_plain_step(optimizer)  # all that can be refused is, before the network is changed
+            trainer("optimizer", optimizer)  # all that can be refused is, before the network is changed
             if less_bn:
                 network = self._less_bn(network, optimizer)
             if freeze:

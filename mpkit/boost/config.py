@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from mpkit.arguments import check_count, check_flag, check_kind, check_number, checked, is_whole
+from mpkit.arguments import Count, Inside, Real, Share, ShareOrOne, check_count, check_kind, check_of, checked, is_whole
 from mpkit.boost.adasum import adasum_enabled
-from mpkit.boost.dim_reduce import check_inside
-from mpkit.boost.grad_freeze import check_share, check_type
+from mpkit.boost.grad_freeze import FreezeType
 from mpkit.files import read_json
 from mpkit.step.distributed import rank_and_size
 
@@ -26,40 +25,38 @@ TUNED: Mapping[str, Any] = {"freeze_p": 0.5, "freeze_type": 0}
 """What mode "tuned" sets where the configuration is silent: half of the steps are frozen, with all indices in turn."""
 
 
-_path = partial(check_kind, kind=(str, Path), what="a path", optional=True)
-
-
-def _split(name: str, value: Any) -> list[int] | None:
+def _positions(name: str, value: Any) -> list[int] | None:
     listed = [value] if is_whole(value) else value
     check_kind(name, listed, list, "a list of parameter positions, or one position", optional=True)
     return listed and [check_count(f"each of {name}", each, low=0) for each in listed]
 
 
+Positions = Annotated[Any, _positions]
+Place = Annotated[Any, partial(check_kind, kind=(str, Path), what="a path", optional=True)]
 Given = Mapping[str, Any] | str | Path | None
-Setting = tuple[Any, Callable[[str, Any], Any]]
-SECTIONS: Mapping[str, Mapping[str, Setting]] = {
-    "boost": {"mode": ("auto", lambda _, mode: mode), **dict.fromkeys(FLAGS, (None, check_flag))},
-    "common": {"gradient_split_groups": (None, _split), "device_number": (8, check_count)},  # devices per node
-    "less_bn": {"fn_flag": (True, check_flag), "gc_flag": (True, check_flag)},
+SECTIONS: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
+    "boost": {"mode": ("auto", str), **dict.fromkeys(FLAGS, (None, bool))},
+    "common": {"gradient_split_groups": (None, Positions), "device_number": (8, Count)},  # devices per node
+    "less_bn": {"fn_flag": (True, bool), "gc_flag": (True, bool)},
     "grad_freeze": {
-        "param_groups": (10, check_count),
-        "freeze_type": (1, check_type),
-        "freeze_p": (0.7, check_share),  # of steps without freezing
-        "total_steps": (65536, check_count),
+        "param_groups": (10, Count),
+        "freeze_type": (1, FreezeType),
+        "freeze_p": (0.7, ShareOrOne),  # of steps without freezing
+        "total_steps": (65536, Count),
     },
-    "grad_accumulation": {"grad_accumulation_step": (1, check_count)},
+    "grad_accumulation": {"grad_accumulation_step": (1, Count)},
     "dim_reduce": {
-        "rho": (0.55, check_inside),
-        "gamma": (0.9, partial(check_number, high=1.0)),
-        "alpha": (0.001, check_number),
-        "sigma": (0.4, check_inside),
-        "n_components": (32, check_count),
-        "pca_mat_path": (None, _path),
-        "weight_load_dir": (None, _path),
-        "timeout": (1800, check_number),  # seconds
+        "rho": (0.55, Inside),
+        "gamma": (0.9, Share),
+        "alpha": (0.001, Real),
+        "sigma": (0.4, Inside),
+        "n_components": (32, Count),
+        "pca_mat_path": (None, Place),
+        "weight_load_dir": (None, Place),
+        "timeout": (1800, Real),  # seconds
     },
 }
-"""The configuration: section -> key -> its default, and what checks it."""
+"""The configuration: section -> key -> its default, and what it must be."""
 KEYS = {name: section for section, keys in SECTIONS.items() for name in keys if section != "boost"}
 
 
@@ -109,7 +106,7 @@ class Config:
         if self.faithful and name != "gradient_split_groups":
             return value
         try:
-            return SECTIONS[section][name][1](name, value)
+            return check_of(SECTIONS[section][name][1])(name, value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"section {section}: {error}") from None
 

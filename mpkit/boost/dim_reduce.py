@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from mpkit.arguments import Count, Index, check_kind, check_number, checked
+from mpkit.arguments import Count, Index, Inside, Real, Share, check_kind, checked
 from mpkit.boost.pca import WeightSnapshots, pca_matrix, prepare_pca, read_pca_rows, row_block, write_pca_files
 from mpkit.model.randomness import random_state, set_random_state
 from mpkit.step import StepContext
@@ -29,8 +28,6 @@ __all__ = [
     "write_pca_files",
 ]
 
-check_inside = partial(check_number, high=1.0, open_low=True)
-Open = Annotated[float, check_inside]
 CURVATURE_FLOOR = 1e-20
 
 
@@ -95,10 +92,10 @@ class DimReduce(nn.Module):
         weight: Sequence[nn.Parameter],
         pca_mat_local: np.ndarray | Tensor,
         n_components: Count = 32,
-        rho: Open = 0.55,
-        gamma: Annotated[float, partial(check_number, high=1.0)] = 0.9,
-        alpha: Annotated[float, check_number] = 0.001,
-        sigma: Open = 0.4,
+        rho: Inside = 0.55,
+        gamma: Share = 0.9,
+        alpha: Real = 0.001,
+        sigma: Inside = 0.4,
         rank: Index = 0,
         rank_size: Count = 1,
         *,

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from mpkit.arguments import Count, checked
-from mpkit.optimizers.arguments import need_plain_step, parameters_of
+from mpkit.optimizers.arguments import Trainer, parameters_of
 from mpkit.step import StepContext
 from mpkit.step.update import Update, Wrapped
 
@@ -120,9 +119,8 @@ class GradientAccumulation(nn.Module):
     """
 
     @checked
-    def __init__(self, max_accumulation_step: Count, optimizer: Optimizer) -> None:
+    def __init__(self, max_accumulation_step: Count, optimizer: Trainer) -> None:
         super().__init__()
-        need_plain_step(optimizer)
         self.max_accumulation_step, self.optimizer = max_accumulation_step, optimizer
         self.sums = Accumulate(Update(optimizer), max_accumulation_step)
 

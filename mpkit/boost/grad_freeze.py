@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import Count, Index, check_count, check_kind, check_number, checked
+from mpkit.arguments import Count, Index, ShareOrOne, check_count, check_kind, check_number, checked
 from mpkit.boost.bn_rules import CONVOLUTIONS
 from mpkit.boost.freeze_opt import FreezeOpt, freeze_cell
 from mpkit.optimizers.arguments import parameters_of
@@ -32,8 +31,7 @@ def check_type(name: str, value: object) -> int:
     return int(value)  # type: ignore[call-overload]
 
 
-check_share = partial(check_number, high=1.0, closed_high=True)
-Share = Annotated[float, check_share]
+FreezeType = Annotated[int, check_type]
 
 
 class GradientFreeze:
@@ -69,10 +67,10 @@ class GradientFreeze:
         self,
         param_groups: Count,
         freeze_type: int,
-        freeze_p: Share | None = None,
+        freeze_p: ShareOrOne | None = None,
         total_steps: Index | None = None,
         *,
-        full_step_fraction: Share | None = None,
+        full_step_fraction: ShareOrOne | None = None,
         faithful: bool = False,
         seed: Index = 0,
     ) -> None:
@@ -106,7 +104,7 @@ class GradientFreeze:
 
     @checked
     def generate_freeze_index_sequence(
-        self, parameter_groups_number: Count, freeze_strategy: int, freeze_p: Share, total_steps: Index
+        self, parameter_groups_number: Count, freeze_strategy: int, freeze_p: ShareOrOne, total_steps: Index
     ) -> list[int]:
         """The index of every step, exactly `total_steps` long unless `faithful`.
 
@@ -195,7 +193,7 @@ def index_probabilities(groups: int, freeze_type: int) -> list[float]:
 
 @checked
 def expected_saving(
-    costs: Sequence[float], groups: Count, freeze_type: Annotated[int, check_type], full_step_fraction: Share
+    costs: Sequence[float], groups: Count, freeze_type: FreezeType, full_step_fraction: ShareOrOne
 ) -> float:
     """Share of the backward work that freezing saves on average: S = (1-p) sum_v P(v) s_v.
 

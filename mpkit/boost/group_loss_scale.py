@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_count, check_kind, check_number, checked
+from mpkit.arguments import Real, check_count, check_kind, check_number, checked
 from mpkit.policies import ScalePolicy
 from mpkit.policies.rule import in_float32
 from mpkit.scalers import LossScaleManager, Scale, all_finite, check_and_unscale_
@@ -38,9 +38,6 @@ class _ScaleGradient(torch.autograd.Function):
         ctx.passed[0, ctx.before] &= finite
         ctx.passed[1, ctx.after] &= finite
         return grads[0] * (ctx.table[ctx.before] / ctx.table[ctx.after]), None, None, None, None
-
-
-Ratio = Annotated[float, check_number]
 
 
 class GroupLossScaleManager(nn.Module, LossScaleManager):
@@ -91,9 +88,9 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         init_loss_scale: float | Sequence[float],
         loss_scale_groups: Sequence[Iterable[nn.Parameter]] = (),
         *,
-        shrink: Ratio = SHRINK,
-        growth: Ratio = GROWTH,
-        min_scale: Ratio = 1.0,
+        shrink: Real = SHRINK,
+        growth: Real = GROWTH,
+        min_scale: Real = 1.0,
         max_scale: Annotated[float, partial(check_number, closed_high=True)] = 2.0**24,
         blame: Literal["first", "every"] = "first",
         faithful: bool = False,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpkit.arguments import Count, Index, check_alike, check_kind, check_number, checked
+from mpkit.arguments import Count, Index, Real, check_alike, check_kind, checked
 from mpkit.files import read_npy, read_tensors, write_whole
 from mpkit.step import Hook, StepContext
 from mpkit.step.distributed import several_processes
@@ -23,7 +23,6 @@ MARKER = "save_pca_end.txt"
 OVERSAMPLING = 10
 POLL_SECONDS = 0.1
 Draws = np.random.Generator | np.random.RandomState | int
-Seconds = Annotated[float, check_number]
 
 
 class WeightSnapshots(Hook):
@@ -153,7 +152,7 @@ def write_pca_files(full_path: str | Path, matrix: np.ndarray, rank_size: Count)
 
 
 @checked
-def read_pca_rows(full_path: str | Path, rank: Index, timeout: Seconds = 1800.0) -> np.ndarray:
+def read_pca_rows(full_path: str | Path, rank: Index, timeout: Real = 1800.0) -> np.ndarray:
     """One rank's rows, as soon as the marker is there.
 
     Raises:  RuntimeError when it is not there after `timeout` seconds; ValueError for a damaged file.
@@ -182,7 +181,7 @@ def prepare_pca(
     *,
     pca_mat_path: str | Path | None = None,
     weight_load_dir: str | Path | None = None,
-    timeout: Seconds = 1800.0,
+    timeout: Real = 1800.0,
     rank: Index = 0,
     rank_size: Count = 1,
     device_number: Count = 8,

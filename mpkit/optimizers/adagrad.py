@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Decay, FixedRate, NotAbove0, Pair, Positive, Rate, Real, Share, ShareOrOne
+from mpkit.arguments import Positive, Real, Share, ShareOrOne
+from mpkit.optimizers.arguments import Decay, FixedRate, NotAbove0, Pair, Rate
 from mpkit.optimizers.base import Group, Optimizer
 from mpkit.optimizers.update import Many, Number, Update, root
 

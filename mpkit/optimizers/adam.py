@@ -6,7 +6,8 @@ from dataclasses import KW_ONLY, field
 
 import torch
 
-from mpkit.optimizers.arguments import Beta, Decay, Positive, Rate
+from mpkit.arguments import Positive
+from mpkit.optimizers.arguments import Beta, Decay, Rate
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.update import Many, Update, root, unbiased
 

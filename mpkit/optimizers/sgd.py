@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Decay, Float, FloatPair, Positive, Rate, Real
+from mpkit.arguments import Float, Positive, Real
+from mpkit.optimizers.arguments import Decay, FloatPair, Rate
 from mpkit.optimizers.base import Group, Optimizer
 from mpkit.optimizers.update import Update
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 
-from mpkit.arguments import checked
-from mpkit.optimizers.arguments import Positive, need_plain_step
+from mpkit.arguments import Positive, checked
+from mpkit.optimizers.arguments import Trainer
 from mpkit.optimizers.base import PATCHES, TOLD, Closing, Loss, Optimizer
 from mpkit.optimizers.update import Many, Update
 from mpkit.schedules import LearningRateSchedule
@@ -26,8 +26,7 @@ class Wrapper(Closing, TorchOptimizer):
     """
 
     @checked
-    def __init__(self, optimizer: TorchOptimizer) -> None:
-        need_plain_step(optimizer)
+    def __init__(self, optimizer: Trainer) -> None:
         self.optimizer = optimizer
 
     param_groups = property(lambda self: self.optimizer.param_groups)

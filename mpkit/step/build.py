@@ -14,8 +14,9 @@ from mpkit.arguments import Count, check_flag, check_kind, checked
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.low import map_tensors
 from mpkit.casting.presets import MINDSPORE, Level, protect_children
+from mpkit.optimizers.arguments import Trainer
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
-from mpkit.step.cells import Hooks, Norm, Trainer, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
+from mpkit.step.cells import Hooks, Norm, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 
 AmpLevel = Literal["O0", "O1", "O2", "O3", "auto"]
 STEP_OPTIONS = ("hooks", "clip_norm", "accumulation_steps")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import Count, check_alike, check_count, check_function, check_kind, check_number, checked
-from mpkit.optimizers.arguments import need_plain_step
+from mpkit.optimizers.arguments import Trainer
 from mpkit.scalers import LossScaler, Scale
 from mpkit.step.engine import Step, uncompiled
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
@@ -20,19 +20,12 @@ from mpkit.step.scaling import scaling_of, unscaled
 from mpkit.step.update import Update
 
 
-def _trainer(name: str, value: Any) -> Optimizer:
-    check_kind(name, value, Optimizer, "a torch.optim.Optimizer")
-    need_plain_step(value)
-    return value
-
-
 def _hooks(name: str, value: Any) -> Sequence[Hook]:
     if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(h, Hook) for h in value):
         raise TypeError(f"{name} must be a list of Hook objects (an empty one for none), got {value!r:.80}")
     return value  # type: ignore[return-value]
 
 
-Trainer = Annotated[Optimizer, _trainer]  # one that a step can run
 Hooks = Annotated[Sequence[Hook], _hooks]
 # a number above 0; inf is a norm that clips nothing
 Norm = Annotated[float, partial(check_number, open_low=True, closed_high=True)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_number, checked
-from mpkit.optimizers.arguments import need_plain_step, parameters_of
+from mpkit.optimizers.arguments import parameters_of, trainer
 from mpkit.step.engine import Step
 from mpkit.step.phases import checked_loss, clip_, device_of
 from mpkit.step.scaling import scaling_of
@@ -19,10 +19,10 @@ from mpkit.step.update import Update
 def _listed(value: Any) -> list[Optimizer]:
     """One optimizer or several, as a list."""
     listed = [value] if isinstance(value, Optimizer) else list(value) if isinstance(value, Iterable) else []
-    if not listed or not all(isinstance(each, Optimizer) for each in listed):
+    if not listed:
         raise TypeError(f"optimizers must be torch.optim.Optimizers, one or a non-empty list, got {value!r:.80}")
-    for optimizer in listed:
-        need_plain_step(optimizer)
+    for each in listed:
+        trainer("each of optimizers", each)
     identities = [id(p) for optimizer in listed for p in parameters_of(optimizer)]
     if len(identities) != len(set(identities)):
         raise ValueError("two optimizers share a parameter, whose gradient would be unscaled twice; give it to one")
