@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mpkit.arguments import Count, Index, Inside, Real, Share, check_kind, checked
 from mpkit.boost.pca import WeightSnapshots, pca_matrix, prepare_pca, read_pca_rows, row_block, write_pca_files
 from mpkit.model.randomness import random_state, set_random_state
+from mpkit.optimizers.update import as_before
 from mpkit.step import StepContext
 from mpkit.step.update import Update, Wrapped
 
@@ -78,12 +79,6 @@ class DimReduce(nn.Module):
              scaled); losses of several ranks are averaged (there divided as integers); trials disturb nothing.
     """
 
-    pca: Tensor
-    inverse_hessian: Tensor
-    last_projection: Tensor
-    last_move: Tensor
-    momentum: Tensor
-
     @checked
     def __init__(
         self,
@@ -115,10 +110,11 @@ class DimReduce(nn.Module):
         self.rho, self.gamma, self.alpha, self.sigma = rho, gamma, alpha, sigma
         self.rank, self.rank_size, self._group = rank, rank_size, process_group
         like = self.weights[0].new_zeros((), dtype=torch.promote_types(self.weights[0].dtype, torch.float32))
-        self.register_buffer("pca", rows.to(like), persistent=False)
-        self.register_buffer("inverse_hessian", torch.eye(n_components).to(like))
-        for name, length in (("last_projection", n_components), ("last_move", n_components), ("momentum", size)):
-            self.register_buffer(name, like.new_zeros(length))
+        self.pca: Tensor = nn.Buffer(rows.to(like), persistent=False)
+        self.inverse_hessian: Tensor = nn.Buffer(torch.eye(n_components).to(like))
+        self.last_projection: Tensor = nn.Buffer(like.new_zeros(n_components))
+        self.last_move: Tensor = nn.Buffer(like.new_zeros(n_components))
+        self.momentum: Tensor = nn.Buffer(like.new_zeros(size))
         self.search: LineSearch | None = None
         self._random = random_state()
         network.register_forward_pre_hook(self._real)
@@ -150,7 +146,7 @@ class DimReduce(nn.Module):
             self.inverse_hessian, self.last_projection, self.last_move = hessian, projection, rho * direction
         self.search = LineSearch(projection, direction, rho, rho > 0, losses)
         self.momentum.mul_(self.gamma).add_(gradient - self._back(projection))
-        for w, part in zip(self.weights, self._split(rho * move - self.alpha * self.momentum)):
+        for w, part in zip(self.weights, as_before(rho * move - self.alpha * self.momentum, self.weights)):
             w.add_(part)
         return loss
 
@@ -175,7 +171,7 @@ class DimReduce(nn.Module):
     def _tried(self, move: Tensor, inputs: tuple[Any, ...]) -> Tensor:
         """The loss at moved weights, with the dropout of the last real pass; weights and buffers stay as they are."""
         (network,), kept, drawn = self._network, random_state(), self._random
-        moved = {id(w): (w + part).to(w.dtype) for w, part in zip(self.weights, self._split(move))}
+        moved = {id(w): (w + part).to(w.dtype) for w, part in zip(self.weights, as_before(move, self.weights))}
         parts = {name: moved[id(p)] for name, p in network.named_parameters() if id(p) in moved}
         set_random_state(drawn)
         try:
@@ -186,9 +182,6 @@ class DimReduce(nn.Module):
 
     def _real(self, module: nn.Module, inputs: object) -> None:
         self._random = random_state()
-
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        return [p.view_as(w) for p, w in zip(flat.split([w.numel() for w in self.weights]), self.weights)]
 
     def _back(self, components: Tensor) -> Tensor:
         """(k,) components -> (n,) P^T components, summed over the ranks."""

@@ -146,8 +146,7 @@ def full_steps(groups: int, share: float) -> int:
 
 def _interleaved(groups: int, share: float, length: int, draw: Any) -> list[int]:
     """Frozen steps as soon as their share falls below 1 - p; index v drawn with probability ~ G - v."""
-    indices = list(range(groups - 1, 0, -1))
-    odds = np.arange(1, groups) / sum(range(1, groups))
+    indices, odds = range(groups - 1, 0, -1), index_probabilities(groups, 1)[::-1]
     sequence, frozen = [0], 0
     while len(sequence) < length:
         freezes = frozen / len(sequence) < 1 - share

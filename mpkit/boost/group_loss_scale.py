@@ -78,8 +78,6 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
     tensor([24., 40.])
     """
 
-    table: Tensor
-    passed: Tensor
     for_boost = True
 
     @checked
@@ -104,8 +102,8 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         self.blame, self.faithful = blame, faithful
         self._init = init_loss_scale
         self._groups: list[list[nn.Parameter]] = []
-        self.register_buffer("table", torch.ones(2, dtype=torch.float32))
-        self.register_buffer("passed", torch.ones(2, 2, dtype=torch.bool), persistent=False)
+        self.table: Tensor = nn.Buffer(torch.ones(2, dtype=torch.float32))
+        self.passed: Tensor = nn.Buffer(torch.ones(2, 2, dtype=torch.bool), persistent=False)
         if len(loss_scale_groups):
             self.loss_scale_groups = loss_scale_groups
 

@@ -10,10 +10,11 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from mpkit.arguments import Count, Index, Real, check_alike, check_kind, checked
 from mpkit.files import read_npy, read_tensors, write_whole
+from mpkit.optimizers import trainable_params
 from mpkit.step import Hook, StepContext
 from mpkit.step.distributed import several_processes
 
@@ -48,7 +49,7 @@ class WeightSnapshots(Hook):
     def save(self, step: int) -> Path:
         """Save the present weights as those after `step`; -> the file."""
         path = self.directory / f"step_{step:08d}.ckpt"
-        state = {name: p.cpu().clone() for name, p in _trained(self.network).items()}
+        state = {name: p.detach().cpu().clone() for name, p in trainable_params(self.network)}
         write_whole(path, lambda file: torch.save(state, file))
         return path
 
@@ -69,7 +70,7 @@ def read_snapshots(directory: str | Path, network: nn.Module) -> np.ndarray:
     files = sorted(f for f in directory.iterdir() if f.suffix in SUFFIXES and not f.name.startswith("."))
     if not files:
         raise ValueError(f"no snapshot ({', '.join(SUFFIXES)}) in {str(directory)!r}; record some with WeightSnapshots")
-    trained, rows = _trained(network), []
+    trained, rows = dict(trainable_params(network)), []
     for file in files:
         state = read_tensors(file)
         check_alike(f"the state dict in {file.name}", state, trained)
@@ -77,17 +78,9 @@ def read_snapshots(directory: str | Path, network: nn.Module) -> np.ndarray:
     return np.stack(rows)
 
 
-def _trained(network: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
-
-
 @checked
 def pca_matrix(
-    data: np.ndarray,
-    n_components: Count,
-    *,
-    method: Literal["randomized", "full"] = "randomized",
-    generator: Draws = 0,
+    data: np.ndarray, n_components: Count, *, method: Literal["randomized", "full"] = "randomized", generator: Draws = 0
 ) -> np.ndarray:
     """The first principal components of `data`, one per row, with orthonormal rows.
 
@@ -203,7 +196,7 @@ def prepare_pca(
             "dim_reduce needs pca_mat_path (a .npy file) or weight_load_dir (a directory of WeightSnapshots)"
         )
     full_path = Path(source) / FULL_NAME if pca_mat_path is None else Path(source)
-    weights = sum(p.numel() for p in _trained(network).values())
+    weights = sum(p.numel() for _, p in trainable_params(network))
     if computes := rank % device_number == 0:
         full_path.with_name(MARKER).unlink(missing_ok=True)
     if several_processes():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -68,29 +70,21 @@ def _correct(output: Tensor, label: Tensor) -> Tensor:
     return right.sum().double() * len(right) / max(right.numel(), 1)
 
 
-def _gaps(output: Tensor, label: Tensor) -> Tensor:
-    """output - label in float64; without the broadcasting that would compare each sample with all others."""
+def _gaps(size: Callable[[Tensor], Tensor], output: Tensor, label: Tensor) -> Tensor:
+    """The sum of the sizes of output - label, without the broadcasting that would compare each sample with all."""
     if output.numel() != label.numel():
         raise ValueError(
             f"mse and mae need a label for each output, got shapes {tuple(output.shape)} and {tuple(label.shape)}"
         )
-    return (output - label.reshape(output.shape)).double()
-
-
-def _squared(output: Tensor, label: Tensor) -> Tensor:
-    return _gaps(output, label).square().sum()
-
-
-def _absolute(output: Tensor, label: Tensor) -> Tensor:
-    return _gaps(output, label).abs().sum()
+    return size((output - label.reshape(output.shape)).double()).sum()
 
 
 # metrics by name, beside "loss", the mean of the batches' losses
 METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "accuracy": _correct,
     "acc": _correct,
-    "mse": _squared,
-    "mae": _absolute,
+    "mse": partial(_gaps, torch.square),
+    "mae": partial(_gaps, torch.abs),
 }
 
 

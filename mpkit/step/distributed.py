@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mpkit.optimizers.update import as_before, in_one
 from mpkit.scalers.tensor_scale import several_processes
 
 if dist.is_available():
@@ -68,10 +69,8 @@ def average_(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = Non
                 p.grad = torch.zeros_like(p)
             grads.setdefault(p.grad.dtype, []).append(p.grad)
     for alike in grads.values():
-        flat = torch.cat([g.reshape(-1) for g in alike])
-        mean_([flat], group=group)
-        for g, part in zip(alike, flat.split([g.numel() for g in alike])):
-            g.copy_(part.view_as(g))
+        mean_([flat := in_one(alike)], group=group)
+        torch._foreach_copy_(alike, as_before(flat, alike))
 
 
 def mean_(tensors: Iterable[Tensor], degree: float | None = None, group: dist.ProcessGroup | None = None) -> None:

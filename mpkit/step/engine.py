@@ -118,7 +118,6 @@ class Step:
                 update.clip(self.clip_norm)  # type: ignore[arg-type]
             self.tell("before_update", ctx)
             self.apply(ctx)
-            self.scaling.advance_(found)  # last: an error in the optimizer leaves the scale as it was
         finally:
             self.drop()
         return found
@@ -151,11 +150,12 @@ class Step:
         return reduce(torch.maximum, self.found)
 
     def apply(self, ctx: StepContext | None = None) -> None:
-        """The second half: run the updates, or skip."""
+        """The second half: run the updates, or skip; the scale moves."""
         anywhere = self.anywhere()
         for update, found in zip(self.updates, self.found):
             if len(self.updates) == 1 or gradients_of(parameters_of(update.optimizer)):
                 update.apply(ctx, anywhere if self.skip == "all" else found)
+        self.scaling.advance_(anywhere)  # last: an error in an optimizer leaves the scale as it was
 
     def drop(self) -> None:
         """Give the running step up; the next one begins anew."""

@@ -132,11 +132,9 @@ class ScaledStep(Step):
         """
         if not self.found:
             self.unscale_()
-        anywhere = self.anywhere()
-        overflow = anywhere.bool()
+        overflow = self.anywhere().bool()
         try:
             self.apply()
-            self.scaling.advance_(anywhere)
         finally:
             self.drop()
         return overflow
