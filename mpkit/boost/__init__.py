@@ -11,17 +11,7 @@ from mpkit.boost.less_bn import LessBN
 from mpkit.boost.process import OptimizerProcess, ParameterProcess
 
 __all__ = [
-    "AdaSum",
-    "AutoBoost",
-    "BoostTrainOneStepCell",
-    "BoostTrainOneStepWithLossScaleCell",
-    "DimReduce",
-    "FreezeOpt",
-    "GradientAccumulation",
-    "GradientFreeze",
-    "GroupLossScaleManager",
-    "LessBN",
-    "OptimizerProcess",
-    "ParameterProcess",
+    "AdaSum", "AutoBoost", "BoostTrainOneStepCell", "BoostTrainOneStepWithLossScaleCell", "DimReduce", "FreezeOpt",
+    "GradientAccumulation", "GradientFreeze", "GroupLossScaleManager", "LessBN", "OptimizerProcess", "ParameterProcess",
     "freeze_cell",
-]
+]  # fmt: skip

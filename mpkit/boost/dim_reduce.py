@@ -20,14 +20,8 @@ from mpkit.step import StepContext
 from mpkit.step.update import Update, Wrapped
 
 __all__ = [
-    "DimReduce",
-    "LineSearch",
-    "WeightSnapshots",
-    "pca_matrix",
-    "prepare_pca",
-    "read_pca_rows",
-    "write_pca_files",
-]
+    "DimReduce", "LineSearch", "WeightSnapshots", "pca_matrix", "prepare_pca", "read_pca_rows", "write_pca_files",
+]  # fmt: skip
 
 CURVATURE_FLOOR = 1e-20
 

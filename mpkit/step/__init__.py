@@ -6,12 +6,6 @@ from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.scaled import ScaledStep
 
 __all__ = [
-    "Hook",
-    "ScaledStep",
-    "StepContext",
-    "StepOutcome",
-    "TrainOneStepCell",
-    "TrainOneStepWithLossScaleCell",
-    "WithLossCell",
-    "build_train_network",
-]
+    "Hook", "ScaledStep", "StepContext", "StepOutcome", "TrainOneStepCell", "TrainOneStepWithLossScaleCell",
+    "WithLossCell", "build_train_network",
+]  # fmt: skip
