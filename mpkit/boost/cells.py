@@ -20,14 +20,11 @@ from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepW
 class _Boosted(TrainOneStepCell):
     """MindSpore's names for what the update of a boosted step does."""
 
-    dim_reduce: DimReduce | None
-    adasum: AdaSum | None
-
     def _keep(self, boost: AutoBoost) -> None:
         """Have the algorithms as parts of the cell, so that `state_dict()` holds theirs."""
         self.boost, inside = boost, {update.what: update for update in self.step.updates[0].chain()}
-        self.dim_reduce = getattr(inside.get("dimension reduction"), "dim_reduce", None)
-        self.adasum = getattr(inside.get("AdaSum"), "adasum", None)
+        self.dim_reduce: DimReduce | None = getattr(inside.get("dimension reduction"), "dim_reduce", None)
+        self.adasum: AdaSum | None = getattr(inside.get("AdaSum"), "adasum", None)
         self.accumulation: Any = inside.get("accumulation")  # adds micro-gradients, each checked by itself
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -76,10 +76,7 @@ class GradientFreeze:
     ) -> None:
         shares = [share for share in (freeze_p, full_step_fraction) if share is not None]
         if len(shares) != 1 or total_steps is None:
-            raise TypeError(
-                "GradientFreeze needs total_steps and the share of steps without freezing, as freeze_p or as "
-                "full_step_fraction (one of them)"
-            )
+            raise TypeError("need total_steps and the share of full steps, as freeze_p or as full_step_fraction")
         if param_groups > 1:  # one group never freezes, and MindSpore takes any type for it
             check_type("freeze_type", freeze_type)
         self.param_groups, self.freeze_type, self.freeze_p = param_groups, freeze_type, shares[0]

@@ -184,9 +184,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         """The marker between group `layer1` (nearer the input) and group `layer2`; -> x, same values."""
         last = len(self.table) - 1
         if not (0 <= layer1 <= last and 0 <= layer2 <= last):
-            raise ValueError(
-                f"a marker names groups 0..{last}, of which the outer two are none, got {layer1}, {layer2}"
-            )
+            raise ValueError(f"a marker names groups 0..{last} (the outer two are none), got {layer1} and {layer2}")
         return _ScaleGradient.apply(x, self.table, self.passed, layer1, layer2)
 
     @torch.no_grad()
@@ -236,9 +234,7 @@ class GroupScaling(Scaling):
         manager = self.groups
         known = {id(p.grad) for group in manager.loss_scale_groups for p in group}
         if missing := [tuple(g.shape) for g in gradients if id(g) not in known]:  # their scale would be unknown
-            raise ValueError(
-                f"{len(missing)} trained parameters stand in no loss scale group ({missing[:3]}); add them"
-            )
+            raise ValueError(f"{len(missing)} trained parameters stand in no loss scale group: {missing[:3]}; add them")
         if several_processes():  # an overflow that one process sees moves the scales of all alike
             manager.passed.copy_(agree_((~manager.passed).float()) == 0)
         self.group_overflow = found = manager.unscale_and_update_()

@@ -192,9 +192,7 @@ def prepare_pca(
     """
     source = weight_load_dir if pca_mat_path is None else pca_mat_path
     if source is None:
-        raise ValueError(
-            "dim_reduce needs pca_mat_path (a .npy file) or weight_load_dir (a directory of WeightSnapshots)"
-        )
+        raise ValueError("dim_reduce needs pca_mat_path (a .npy file) or weight_load_dir (with WeightSnapshots)")
     full_path = Path(source) / FULL_NAME if pca_mat_path is None else Path(source)
     weights = sum(p.numel() for _, p in trainable_params(network))
     if computes := rank % device_number == 0:

@@ -151,10 +151,7 @@ class TrainingLoop:
 
     def _batches(self, skip: int, resumed: dict[str, Any] | None) -> Iterable[Any]:
         """The batches of an epoch after the first `skip`: the loader goes on there, or those are drawn and left."""
-        if resumed is None or not skip:
-            self._epoch_random = random_state(self.dataset)
-        else:
-            self._epoch_random = resumed["random_at_epoch_start"]
+        self._epoch_random = random_state(self.dataset)  # when this epoch began: a resumed one was brought back there
         own = None if resumed is None else resumed["loader"]
         if own is not None:
             self.dataset.load_state_dict(own)

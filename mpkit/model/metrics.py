@@ -63,9 +63,7 @@ def _correct(output: Tensor, label: Tensor) -> Tensor:
             f"own, one-hot; got {tuple(output.shape)} and {tuple(label.shape)}"
         )
     if output.shape[1] < 2:
-        raise ValueError(
-            "accuracy chooses among two classes or more, got one column; write a Metric for the sign of it"
-        )
+        raise ValueError("accuracy chooses among two classes or more, got one column; write a Metric for its sign")
     right = output.argmax(1) == (label.argmax(1) if label.shape == output.shape else label)
     return right.sum().double() * len(right) / max(right.numel(), 1)
 
@@ -73,9 +71,7 @@ def _correct(output: Tensor, label: Tensor) -> Tensor:
 def _gaps(size: Callable[[Tensor], Tensor], output: Tensor, label: Tensor) -> Tensor:
     """The sum of the sizes of output - label, without the broadcasting that would compare each sample with all."""
     if output.numel() != label.numel():
-        raise ValueError(
-            f"mse and mae need a label for each output, got shapes {tuple(output.shape)} and {tuple(label.shape)}"
-        )
+        raise ValueError(f"mse and mae need a label for each output, got shapes {[*output.shape]} and {[*label.shape]}")
     return size((output - label.reshape(output.shape)).double()).sum()
 
 

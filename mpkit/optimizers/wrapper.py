@@ -131,9 +131,8 @@ class LARS(Wrapper):
         lars_filter: Callable[[NamedParameter], bool] = not_norm_or_bias,
     ) -> None:
         if optimizer.decays_itself:
-            raise TypeError(
-                f"LARS wraps an optimizer that adds decay to the gradient, such as Momentum, got {optimizer!r}"
-            )
+            came = type(optimizer).__name__
+            raise TypeError(f"LARS wraps an optimizer that adds decay to the gradient, such as Momentum, got {came}")
         rates = [group["lr"] for group in optimizer.param_groups]
         if use_clip and optimizer.rates_grouped and any(isinstance(rate, LearningRateSchedule) for rate in rates):
             raise ValueError("use_clip does not go together with rates that differ by group and change with the step")
