@@ -82,6 +82,7 @@ def block_format(name: str, size: int, rule: str) -> BlockFormat:
     return fmt if name == "NVFP4" else replace(fmt, scale_rounding=rule)
 
 
+@cache
 def gaussian() -> torch.Tensor:
     """(ROWS, 128) normally distributed: the quantiles in a shuffled order, which is the same on every machine."""
     order = torch.randperm(ROWS * 128, generator=torch.Generator().manual_seed(0))
@@ -101,7 +102,7 @@ def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=6) -> None:
     Numbers: `x decoded` (128,), `scales` per block; over many rows `snr` (dB, beside the outlier), `clipped` (share of
     blocks), `flushed` (share of values).
     """
-    many = gaussian()
+    many = gaussian().clone()
     if outlier:
         many[:, OUTLIER] = many[:, OUTLIER].sign() * 2.0**outlier * 1.9
     q = quantize_blocks(many, block_format(fmt, size, rule))
