@@ -1,5 +1,6 @@
 """What single lines promise: a case for each promise that a changed line broke and nothing else here noticed."""
 
+import copy
 import math
 
 import numpy as np
@@ -10,12 +11,14 @@ from torch import nn
 
 from mpkit.blocks import MXFP8_E4M3, quantize_blocks
 from mpkit.boost import GroupLossScaleManager
+from mpkit.casting import auto_mixed_precision, cast_like
 from mpkit.diagnose import diagnose
-from mpkit.formats import E4M3FN, E5M2, FP16, get_format
+from mpkit.formats import BF16, E4M3FN, E5M2, FP16, get_format, p3109
 from mpkit.optimizers import SGD
 from mpkit.policies import preset
 from mpkit.record import Recorder
 from mpkit.replay import flushed
+from mpkit.rounding import round_to
 
 
 @pytest.mark.parametrize("name", ["fp16", "e5m2", "e4m3fn", "e4m3fnuz"])
@@ -108,3 +111,62 @@ def test_a_diagnosis_blames_what_is_to_blame_and_says_what_ends_it():
     assert (found.verdict, found.module) == ("forward_overflow", "big")
     assert "to_float(network.get_submodule('big'), torch.float32)" in str(found)
     assert diagnose(Large(), x / 0, torch.sum, level="O2", dtype=torch.float16).verdict == "bad_data"
+
+
+@pytest.mark.parametrize(("bits", "precision", "signed"), [(8, 1, True), (8, 3, True), (6, 2, False), (9, 4, True)])
+def test_a_format_of_p3109_has_the_values_of_its_definition(bits, precision, signed):
+    """P3109: bias 2^(K-P-1), 2^(K-P) where there is no sign; +inf is the last pattern that is no NaN."""
+    fmt, bias = p3109(bits, precision, signed), 2 ** (bits - precision - signed)
+    last = 2 ** (bits - signed) - (1 if signed else 2)
+    for pattern in range(last):
+        exponent, fraction = divmod(pattern, 2 ** (precision - 1))
+        value = math.ldexp(fraction + (exponent > 0) * 2 ** (precision - 1), max(exponent, 1) - bias - precision + 1)
+        assert fmt.decode(torch.tensor([pattern])).item() == value, pattern
+    assert fmt.decode(torch.tensor([last])).item() == math.inf
+
+
+@pytest.mark.parametrize("precision", [1, 2])
+def test_of_two_neighbours_in_p3109_the_even_pattern_wins_a_tie(precision):
+    fmt = p3109(8, precision)
+    values = fmt.decode(torch.arange(2**7 - 1)).double()[1:-1]  # the binary point of P1 moves a whole binade at once
+    low, even = values[:-1], torch.where(torch.arange(1, len(values)) % 2 == 0, values[:-1], values[1:])
+    assert torch.equal(round_to((low + values[1:]) / 2, fmt), even)
+
+
+@pytest.mark.parametrize("kind", ["layer", "group", "batch"])
+@pytest.mark.parametrize(("fmt", "dtype"), [(BF16, torch.bfloat16), (FP16, torch.float16)])
+def test_a_norm_in_a_format_computes_as_in_its_dtype_statistics_in_float32(kind, fmt, dtype):
+    """Forwards and backwards, bit for bit."""
+    norm = {"layer": nn.LayerNorm(8), "group": nn.GroupNorm(2, 8), "batch": nn.BatchNorm1d(8)}[kind]
+    found = []
+    for low in (fmt, dtype):
+        network = auto_mixed_precision(copy.deepcopy(norm), "O3", low)
+        x = (torch.arange(40.0).view(5, 8) % 7 * 3 + 7).requires_grad_()
+        y = network(x)
+        (y * torch.linspace(-1, 1, 40).view(5, 8)).sum().backward()
+        found.append((y, x.grad, network.weight.grad, network.bias.grad))
+    for ours, native in zip(*found):
+        assert torch.equal(ours, native)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "auto"])
+def test_a_weight_that_is_written_into_during_a_forward_is_cast_anew(level):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x):
+            before = [self.part(x) for _ in range(3)]
+            with torch.no_grad():
+                self.part.weight.mul_(2)
+            return before[-1], self.part(x), self.part(x)
+
+    before, *after = auto_mixed_precision(Twice(), level, torch.bfloat16)(torch.ones(1, 2))
+    assert all(torch.equal(2 * before, y) for y in after)
+
+
+@pytest.mark.parametrize("option", [{"dtype": torch.float16}, {"grad_dtype": FP16}])
+def test_a_recipe_names_its_formats_itself(option):
+    with pytest.raises(ValueError, match="recipe"):
+        cast_like(nn.Linear(2, 2), "mxfp8", **option)
