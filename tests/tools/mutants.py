@@ -285,9 +285,15 @@ class Reached:
             return cls(json.loads(watch.out.read_text()), lines)
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """The tests that run the statement of a mutant, or its function or class; quick ones first."""
+        """The tests that run the statement of a mutant, or its function or class; quick ones first.
+
+        None of them for what runs at import, as a default of a signature does: any test may depend on it.
+        """
         seen, (statement, begin, end) = self.lines.get(mutant.file, {}), mutant.around
-        nearest = next((line for line in range(mutant.line, statement - 1, -1) if any(seen.get(line, []))), None)
+        own = range(mutant.line, statement - 1, -1)
+        if any("" in seen.get(line, []) for line in own):
+            return []
+        nearest = next((line for line in own if any(seen.get(line, []))), None)
         lines = [nearest] if nearest else range(begin, end + 1)
         found = {name for line in lines for name in seen.get(line, []) if name}
         return sorted(found, key=lambda name: self.seconds[name])
