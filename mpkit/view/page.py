@@ -17,10 +17,12 @@ from mpkit.view.controls import Stroke
 from mpkit.view.sheet import ROLES
 from mpkit.view.still import static_bundle
 
-AT_MOST = 40
-"""Pictures of other values at once, around the present one."""
+AT_MOST = 400
+"""Places of a control whose pictures travel ahead: those around the present one."""
+BYTES = 25_000
+"""The weight of one message; the page then wishes for the next."""
 PATIENCE = 0.05
-"""Seconds of work for one message; the page then wishes for the next, and a question in between is not kept waiting."""
+"""Seconds of work for one message: a question in between is not kept waiting."""
 HERE = Path(__file__).parent
 DARK_JUPYTER = 'body[data-jp-theme-light="false"]'
 DARK_ELSEWHERE = 'html[theme="dark"], body.vscode-dark, body.vscode-high-contrast:not(.vscode-high-contrast-light)'
@@ -148,9 +150,12 @@ class Page(AnyWidget):
                 trees[place] = view.drawn(view.asked(does[place], base)).spec
             if time.monotonic() > end:
                 break
-        if trees:
+        while trees:
             data = ahead.packed([*ahead.differences([shown, *trees.values()])])
-            self.ahead = {**told, "values": [*trees], "data": data}
+            if len(data) <= BYTES or len(trees) == 1:
+                self.ahead = {**told, "values": [*trees], "data": data}
+                break
+            trees = dict([*trees.items()][: len(trees) // 2])
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
         """What the page has saved, but for its step: that comes with each question, and a saved one may be older."""

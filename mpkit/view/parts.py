@@ -111,9 +111,10 @@ def prediction(
 
     if typed.strip():
         guess = line(_typed(typed, points, *ends, said["typed"]))
-    for point in drawn.keys() - range(first):
+    own = drawn.keys() - range(first)  # what is known is no prediction
+    for point in own:
         guess[point - first] = drawn[point]
-    if shown and not (typed.strip() or drawn):
+    if shown and not (typed.strip() or own):
         raise ValueError("draw or type your prediction first; then it is shown")
     see.grid(380, 900)
     see.idle |= {"shown"}  # the button shows it, once

@@ -26,6 +26,10 @@ def test_a_line_is_judged_after_it_was_drawn(name):
     assert "What happened:" not in view.sentence
     truth = view.numbers["truth"]
     steps = maker.controls["drawn"].steps
+    if steps > len(truth):
+        view.set(drawn={0: maker.controls["drawn"].low})  # in what is known: no prediction
+        with pytest.raises(ValueError, match="first"):
+            view.press("Show what happened")
     view.set(drawn=dict(enumerate(truth.tolist(), steps - len(truth))))
     assert shown(view).endswith(said["right"])
     assert view.numbers["near"] == len(truth)

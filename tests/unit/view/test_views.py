@@ -127,6 +127,18 @@ def test_pictures_sent_ahead_are_those_that_a_question_would_bring():
     assert packed(tree) == packed(other)
 
 
+@pytest.mark.parametrize(("name", "control"), [("dynamic_scale.dynamics", "window"), ("schedules.schedules", "span")])
+def test_in_parts_all_pictures_of_a_control_travel_ahead(name, control):
+    view = MAKERS[name]()
+    page, have = Page(view), []
+    while len(have) < len(moves(view, control)):
+        page.wish = {"name": control, "have": [*have], "n": str(len(have))}
+        assert len(page.ahead["data"]) <= 25_000
+        have += page.ahead["values"]
+    assert len(have) == len({*have})
+    page.close()
+
+
 @pytest.mark.parametrize(
     ("view", "name", "place", "sets"),
     [
