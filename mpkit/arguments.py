@@ -141,7 +141,7 @@ class Checked:
     unchecked: ClassVar[tuple[type, ...]] = ()  # kinds of values that are taken as they are
 
     def __post_init__(self) -> None:
-        for name, check in checks_of(type(self).__init__).items():
+        for name, check in checks_of(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
             if not isinstance(value := getattr(self, name), self.unchecked):
                 object.__setattr__(self, name, check(name, value))
 

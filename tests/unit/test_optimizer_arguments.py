@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,25 @@ def test_what_is_no_rate_or_no_decay_is_refused_before_any_group_moves(key, valu
         optimizer.step()
     assert [w.item() for w in weights] == [1.0, 1.0]
     assert optimizer.global_step == 0
+
+
+class Warm(opt.Adam):
+    """A user's rule, in a module that knows no annotation of mpkit."""
+
+    warmth: bool = False
+
+
+@dataclass(frozen=True)
+class Hold(WarmUpLR):
+    floor: float = 0.0
+
+
+def test_a_subclass_elsewhere_may_take_one_more_argument() -> None:
+    assert Warm([P[0]], 0.5, warmth=True).param_groups[0]["warmth"]
+    assert Hold(0.5, 5, 0.25).floor == 0.25
+    for call in (lambda: Warm([P[0]], 0.5, warmth=1), lambda: Warm([P[0]], 0.5, beta1=1), lambda: Hold("a", 5)):
+        with pytest.raises(TypeError, match="must be"):
+            call()
 
 
 @pytest.mark.parametrize("rate", [math.inf, -math.inf, math.nan, -1e-30, 10**400])
