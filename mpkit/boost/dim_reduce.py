@@ -202,7 +202,7 @@ class DimReduceUpdate(Wrapped):
 
     what = "dimension reduction"
     refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("freezing", "AdaSum", "dimension reduction"),
+        ("accumulation", "freezing", "AdaSum", "dimension reduction"),
         "it computes the whole move itself, and drives plain SGD",
     )
 

@@ -227,6 +227,7 @@ class Freeze(Wrapped):
 
     what = "freezing"
     refuses: ClassVar[Mapping[str, str]] = {
+        "accumulation": "each pass would use up a place in the strategy; put accumulation around freezing",
         "freezing": "a layer can stand still once",
         "dimension reduction": "it needs the gradient of every weight",
     }

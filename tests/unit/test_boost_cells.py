@@ -21,8 +21,9 @@ from mpkit.boost import (
     LessBN,
 )
 from mpkit.boost.adasum import AdaSumUpdate
-from mpkit.boost.dim_reduce import DimReduceUpdate, WeightSnapshots
+from mpkit.boost.dim_reduce import DimReduce, DimReduceUpdate, WeightSnapshots
 from mpkit.boost.freeze_opt import Freeze
+from mpkit.boost.grad_accumulation import Accumulate
 from mpkit.model import Model
 from mpkit.scalers import DynamicLossScaleManager
 from mpkit.step import StepOutcome, TrainOneStepCell, WithLossCell, build_train_network
@@ -216,3 +217,8 @@ def test_updates_wrap_each_other_in_an_order_that_makes_sense_and_in_no_other() 
     with pytest.raises(ValueError, match="freezing cannot stand around dimension reduction: it needs the gradient"):
         Freeze(inside["AdaSum"](inside["dimension reduction"](plain)), freezing)
     Freeze(inside["AdaSum"](plain), freezing)
+    reduction = DimReduce(nn.Module(), freezing, [weight], torch.ones(1, 1), 1)
+    for around in (lambda inner: Freeze(inner, freezing), lambda inner: DimReduceUpdate(inner, reduction)):
+        Accumulate(around(plain), 2)
+        with pytest.raises(ValueError, match="cannot stand around accumulation"):
+            around(Accumulate(plain, 2))
