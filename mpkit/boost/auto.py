@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import checked
 from mpkit.boost.adasum import AdaSumUpdate, adasum_enabled
+from mpkit.boost.bn_rules import removable
 from mpkit.boost.config import LEVELS, Config
 from mpkit.boost.dim_reduce import DimReduce, DimReduceUpdate, prepare_pca
 from mpkit.boost.grad_accumulation import Accumulate
@@ -135,6 +136,9 @@ class AutoBoost(Config):
 
     def _less_bn(self, network: nn.Module, optimizer: Optimizer) -> nn.Module:
         before, own = list(network.parameters()), inner(optimizer)
+        gone = [network.get_submodule(name) for name in removable(network, faithful=self.faithful)]
+        if not self.faithful and {p for module in gone for p in module.parameters()}.issuperset(parameters_of(own)):
+            raise ValueError("the optimizer holds only what less_bn removes; give it more, or switch less_bn off")
         network = LessBN(network, self.hyper["fn_flag"], faithful=self.faithful)
         parameters = [p for p in network.parameters() if p.requires_grad]
         ParameterProcess().assign_parameter_group(parameters, self.hyper["gradient_split_groups"])

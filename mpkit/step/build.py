@@ -13,6 +13,7 @@ import mpkit
 from mpkit.arguments import Count, check_flag, check_kind, checked
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.low import map_tensors
+from mpkit.casting.marks import check_castable
 from mpkit.casting.presets import MINDSPORE, Level, protect_children
 from mpkit.optimizers.arguments import Trainer
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
@@ -105,6 +106,8 @@ def build_train_network(
 
     cell = cell_of(network, optimizer)  # refuses what does not go together, before anything is changed
     if boosted is not None:
+        if level != "O0" or dtype == torch.float16:
+            check_castable(network)  # what the level refuses, too
         network, optimizer = boosted.network_auto_process_train(network, optimizer)
         cell = cell_of(network, optimizer)
     _cast(network, row, dtype, keep)

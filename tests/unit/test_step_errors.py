@@ -10,16 +10,11 @@ from support import assert_same
 from torch import nn
 
 from mpkit import optimizers as opt
-from mpkit.boost import (
-    FreezeOpt,
-)
+from mpkit.boost import AutoBoost, FreezeOpt
 from mpkit.model import Model
 from mpkit.networks import resnet18
-from mpkit.scalers import (
-    DynamicLossScaler,
-    FixedLossScaleManager,
-)
-from mpkit.step import Hook, ScaledStep, TrainOneStepCell
+from mpkit.scalers import DynamicLossScaler, FixedLossScaleManager
+from mpkit.step import Hook, ScaledStep, TrainOneStepCell, build_train_network
 
 
 def one_weight(dtype=torch.float32, value=0.0):
@@ -123,6 +118,19 @@ def test_a_model_that_cannot_be_made_changes_nothing(level, options, error):
     assert shape_of(net, optimizer) == before
     x = torch.zeros(2, 3, 8, 8)
     assert net(x).dtype == torch.float32
+
+
+def test_what_no_level_reaches_and_what_would_train_nothing_is_refused_before_a_boost_changes_it():
+    net = nn.DataParallel(resnet18(width=2))
+    every, norm = opt.Momentum(net.parameters(), 0.1, 0.9), torch.optim.SGD(net.module.layer1[0].bn1.parameters(), 0.1)
+    for error, optimizer, call in (
+        (TypeError, every, lambda: build_train_network(net, every, nn.CrossEntropyLoss(), "O2", "O1")),
+        (ValueError, norm, lambda: AutoBoost("O1").network_auto_process_train(net.module, norm)),
+    ):
+        before = shape_of(net, optimizer)
+        with pytest.raises(error, match=r"DataParallel|less_bn"):
+            call()
+        assert shape_of(net, optimizer) == before
 
 
 # --- checkpoints
