@@ -214,8 +214,10 @@ class DynamicLossScaleUpdateCell(nn.Module):
     def forward(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """One step: () or (1,) float32 `loss_scale` is changed in place, the bool tensor `overflow` returned."""
         need_flag("overflow", overflow)
-        if self._live is None:  # not before: the first step tells of a factor out of range
-            self._live = Scale(self.policy, loss_scale)
+        if loss_scale.shape not in ((), (1,)) or loss_scale.dtype != torch.float32:
+            raise ValueError(f"loss_scale must be one float32 number, of shape () or (1,), got {loss_scale!r:.80}")
+        # not made before: the first step tells of a factor out of range
+        self._live = self._live or Scale(self.policy, loss_scale)
         if self.streak.device != loss_scale.device:
             self.to(loss_scale.device)
         # the scale is the caller's, and whoever moved this module has replaced its buffers

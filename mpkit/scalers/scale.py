@@ -129,7 +129,7 @@ class Scale:
         """
         check_alike("the state of a scale", state, {"policy": None})
         saved, own = ScalePolicy(**state["policy"]), self.policy
-        if saved.name != own.name if adopt else saved != own:
+        if (saved.name, counters(saved)) != (own.name, counters(own)) if adopt else saved != own:
             raise ValueError(f"this state belongs to another policy; build the scaler with {saved}")
         check_alike("the state of a scale", state, {**self.state_dict(), "policy": None})
         if adopt and not state["scale"] >= saved.min_scale:

@@ -105,9 +105,7 @@ class LiveScaler(Face, LossScaler):
 
         Note the sense: *finite*, the reverse of the managers' and cells' `overflow`.
         """
-        need_flag("grads_finite", grads_finite)
-        if grads_finite.numel() != (scales := self.live.shape.numel()):
-            raise ValueError(f"need one flag per scale, {scales}, got shape {tuple(grads_finite.shape)}; use .all()")
+        need_flag("grads_finite", grads_finite, self.live.shape.numel())
         self.live.advance_(grads_finite.logical_not().float().reshape(self.live.shape))
         return bool(self.live.counts)
 
@@ -211,11 +209,13 @@ class PolicyLossScaler(LiveScaler):
         return type(inputs)(super(PolicyLossScaler, self)._map(function, x, i) for i, x in enumerate(inputs))
 
 
-def need_flag(name: str, value: object) -> None:
-    """TypeError unless `value` is a bool tensor."""
+def need_flag(name: str, value: object, scales: int = 1) -> None:
+    """TypeError unless `value` is a bool tensor, ValueError unless it has one flag for each scale."""
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
         came = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a bool tensor, got {came}; for a Python bool write torch.tensor({value!r})")
+    if value.numel() != scales:
+        raise ValueError(f"{name} must be one flag per scale, {scales}, got shape {tuple(value.shape)}; use .all()")
 
 
 def scale_of(scale_sense: object, device: torch.device | str) -> Scale:

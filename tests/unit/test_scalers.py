@@ -236,6 +236,26 @@ def test_state_of_another_kind_is_refused():
         PolicyLossScaler(preset("torch")).load_state_dict(PolicyLossScaler(preset("apex")).state_dict())
     with pytest.raises(ValueError, match="needs shape"):
         PolicyLossScaler(preset("torch")).load_state_dict(PolicyLossScaler(preset("torch"), 7).state_dict())
+    fixed = StaticLossScaler(2)
+    with pytest.raises(ValueError, match="belongs to another policy"):
+        fixed.load_state_dict(PolicyLossScaler(ScalePolicy()).state_dict())
+    assert not fixed.adjust(torch.tensor(False))
+
+
+@pytest.mark.parametrize(
+    ("scale", "flag", "words"),
+    [
+        (torch.tensor([8.0]), torch.tensor([True, False]), "overflow must be one flag"),
+        (torch.tensor([8.0, 8.0]), torch.tensor(True), "loss_scale must be one float32 number"),
+        (torch.tensor(8.0).double(), torch.tensor(True), "loss_scale must be one float32 number"),
+    ],
+)
+def test_an_update_cell_leaves_alone_what_it_cannot_move(scale, flag, words):
+    cell, before = DynamicLossScaleUpdateCell(8.0, 2, 1), scale.clone()
+    with pytest.raises(ValueError, match=words):
+        cell(scale, flag)
+    assert torch.equal(scale, before)
+    assert (int(cell.cur_iter), int(cell.streak)) == (1, 0)
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
