@@ -91,10 +91,8 @@ class TrainOneStepCell(nn.Module):
         update: MakeUpdate = None,
     ) -> None:
         if clip_norm is not None and sens not in (None, 1):
-            would = f"clip gradients that are still multiplied by sens={sens}, to clip_norm / sens"
-            raise ValueError(
-                f"clip_norm={clip_norm} would {would}; TrainOneStepWithLossScaleCell unscales before it clips"
-            )
+            would = f"clip_norm={clip_norm} would clip gradients that are still multiplied by sens={sens}"
+            raise ValueError(f"{would}, to clip_norm / sens; TrainOneStepWithLossScaleCell unscales before it clips")
         super().__init__()
         uncompiled(TrainOneStepCell, "_run", "_differentiated")
         self.network, self.optimizer, self.return_grad = network, optimizer, return_grad

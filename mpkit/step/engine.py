@@ -102,7 +102,7 @@ class Step:
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Add the gradients of loss * seed / parts. After an error in it a part of them is in the sum: `drop` it."""
-        seed = self.scaling.seed.detach().reshape(())
+        seed = self.scaling.seed.detach().reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
         self.pending += 1
         # autograd casts the seed to the loss's dtype, so a float16 loss with one above 65504 starts from inf
         loss.backward(seed / self.parts if self.parts > 1 else seed, **options)
@@ -124,13 +124,15 @@ class Step:
 
     def unscale(self, ctx: StepContext | None = None) -> Tensor | None:
         """The first half of `finish`: true gradients, the same in all processes."""
+        reduced = self.updates if self.average and self.alone and several_processes() else ()
+        if not reduced:  # nobody else brings gradients: ask before the sums are rounded
+            self._need()
         narrow_(self.parameters() if self.parts != 1 else ())
         watched = ctx if self.scaling.checks else None
         self.tell("before_unscale", watched)
-        for update in self.updates if self.average and self.alone and several_processes() else ():
+        for update in reduced:
             update.reduce()
-        gradients = [gradients_of(parameters_of(update.optimizer)) for update in self.updates]
-        self._need(gradients)
+        gradients = self._need()
         if not self.scaling.checks:
             self.found = [None] * len(self.updates)
             return None
@@ -214,8 +216,9 @@ class Step:
         """A copy begins a step of its own: it has other parameters, and torch leaves gradients behind."""
         return {**vars(self), "pending": 0, "found": []}
 
-    def _need(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Raise RuntimeError if the loss reached no parameter of an optimizer that may not rest."""
+    def _need(self) -> list[list[Tensor]]:
+        """The gradients of each optimizer; RuntimeError if the loss reached no parameter of one that may not rest."""
+        gradients = [gradients_of(parameters_of(update.optimizer)) for update in self.updates]
         resting = [update.optimizer for update, grads in zip(self.updates, gradients) if not grads]
         if resting and (self.skip == "all" or len(resting) == len(self.updates)):
             names = ", ".join(type(optimizer).__name__ for optimizer in resting)
@@ -223,6 +226,7 @@ class Step:
                 f"no parameter of the optimizer received a gradient ({names}), so nothing would be trained; build the "
                 "optimizer from the parameters of the network that this step runs, not of an earlier one"
             )
+        return gradients
 
 
 def _state_of(part: Any) -> Any:

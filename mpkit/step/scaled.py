@@ -93,9 +93,10 @@ class ScaledStep(Step):
                 "backward after unscale_ would add gradients times the scale to gradients that are not; run every "
                 "backward pass of the step before unscale_(), or call update() first, or drop() to give the step up"
             )
+        checked_loss(loss)
         self.begin()
         try:
-            super().backward(checked_loss(loss), **options)
+            super().backward(loss, **options)
         except BaseException:
             self.drop()
             raise
@@ -118,10 +119,8 @@ class ScaledStep(Step):
     def clip_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clip the joint L2 norm of the true gradients (of one optimizer, if named); returns the norm before."""
         if not self.found:
-            raise RuntimeError(
-                "clip_ before unscale_ would clip to max_norm / scale, because the gradients are still multiplied by "
-                "the scale; call unscale_() first"
-            )
+            would = "clip_ before unscale_ would clip to max_norm / scale, because the gradients are still multiplied"
+            raise RuntimeError(f"{would} by the scale; call unscale_() first")
         check_number("max_norm", max_norm, open_low=True, closed_high=True)
         return clip_(self.parameters() if optimizer is None else parameters_of(optimizer), max_norm)
 

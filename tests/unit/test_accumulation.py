@@ -76,6 +76,13 @@ class Ones(nn.Module):
         return self.weight.sum()
 
 
+@pytest.mark.parametrize("way", [by_cell, by_boost])
+def test_a_third_is_one_of_float64_where_the_loss_is(way: Any) -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    way(weight, lambda p: torch.optim.SGD(p, 1.0), 3)
+    assert weight.item() == -1.0
+
+
 @pytest.mark.parametrize("way", [by_cell, by_hand, by_boost])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 1.0, fused=True), lambda p: Momentum(p, 1.0, 0.0)])

@@ -191,6 +191,21 @@ def test_an_optimizer_without_gradients_rests_and_all_of_them_are_an_error():
     assert a.grad.item() == 8.0  # nothing was divided
 
 
+def test_what_a_step_by_hand_refuses_leaves_its_sums_as_they_are():
+    """256 + 0.75 + 0.75 is 258 in bfloat16, rounded once, and 256 where it is rounded on the way."""
+    a, b = one_weight(torch.bfloat16), one_weight()
+    step = ScaledStep([torch.optim.SGD([a], 1.0), torch.optim.SGD([b], 1.0)], torch.tensor(1.0))
+    step.backward(a.sum() * 256)
+    step.backward(a.sum() * 0.75)
+    vector = torch.ones(2, requires_grad=True)
+    for call in (step.unscale_, lambda: step.backward(5), lambda: step.backward(vector)):
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=r"no parameter|the loss as|a scalar loss"):
+            call()
+    step.backward(a.sum() * 0.75 + b.sum())
+    step.unscale_()
+    assert a.grad.item() == 258.0
+
+
 def test_gradients_of_a_plain_backward_pass_are_told_to_be_unscaled():
     a = one_weight(value=1.0)
     step = ScaledStep(torch.optim.SGD([a], 0.5), torch.tensor(8.0))
