@@ -4,7 +4,7 @@
 const { abs, max, min, round } = Math;
 const set = (node, given) => { for (const [k, v] of Object.entries(given)) if (v != null) node.setAttribute(k, v); return node; };
 const element = (space) => (parent, tag, given = {}, text = "") => {
-	const node = set(space ? document.createElementNS(space, tag) : document.createElement(tag), given);
+	const node = set(document.createElementNS("http://www.w3.org/" + space, tag), given);
 	// without this JupyterLab takes the arrow keys of the focused element
 	if (given.tabindex != null || /^(input|select|button|summary)$/.test(tag)) node.setAttribute("data-lm-suppress-shortcuts", "true");
 	if (text !== "") node.textContent = text;
@@ -13,7 +13,7 @@ const element = (space) => (parent, tag, given = {}, text = "") => {
 };
 const on = (node, kinds, does, early) => { for (const kind of kinds.split(" ")) node.addEventListener(kind, does, early); return node; };
 const press = (parent, text, does) => on(html(parent, "button", { type: "button" }, text), "click", does);
-const html = element(null), svg = element("http://www.w3.org/2000/svg");
+const html = element("1999/xhtml"), svg = element("2000/svg");
 
 // ---- numbers: a scalar stands for all items, nothing for their position
 const many = (a) => Array.isArray(a) || ArrayBuffer.isView(a);
@@ -28,16 +28,14 @@ const px = (v) => round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ..."⁰¹²³⁴⁵⁶⁷⁸⁹" };
 const raised = (text) => String(text ?? "").replace(/\b2\^(-?[\d.]*\d)/g, (_, n) => "2" + [...n].map((c) => RAISED[c]).join(""));
 const plain = (v) => String(+(+v).toPrecision(4));
-const said = (v, axis) => axis.names?.[round(v)] ?? (axis.format === "log2" ? "2" + [...String(px(v))].map((c) => RAISED[c]).join("")
-	: plain(axis.format === "log10" ? 10 ** v : v));
+const said = (v, axis) => axis.names?.[round(v)] ?? (axis.format === "log2" ? raised("2^" + px(v)) : plain(v));
 
 // One item of a column of a sentence in words, exactly as `filled` in sheet.py writes it.
 const filled = (v, form, i) => {
 	if (v?.words) return v.words[at(v.codes, i)];
 	v = at(v, i);
 	if (typeof v === "string") return v;
-	if (Number.isNaN(v)) return "NaN";
-	if (!Number.isFinite(v)) return v > 0 ? "inf" : "-inf";
+	if (!Number.isFinite(v)) return String(v).replace("Infinity", "inf");
 	return form?.startsWith(".") ? v.toFixed(+form.slice(1, -1)) : (form === "2^" ? "2^" : "") + plain(v);
 };
 const sentence = ([template, columns], i) => template.replace(/\{(\w+)(?::([^}]*))?\}/g, (_, name, form) => filled(columns[name], form, i));
@@ -52,8 +50,7 @@ const replaced = (tree, [key, ...rest], v) => Object.assign(many(tree) ? [...tre
 
 // ---- looks: colours are roles, variables of the page's theme; "zero/0.3" is a tint towards the page
 const paint = (c) => {
-	const [role, share] = String(c ?? "none").split("/");
-	const base = role === "none" ? role : `var(--mk-${role})`;
+	const [role, share] = String(c ?? "none").split("/"), base = role === "none" ? role : `var(--mk-${role})`;
 	return share ? `color-mix(in srgb, ${base} ${100 * share}%, var(--mk-paper))` : base;
 };
 const DASH = { "--": "7 4", ":": "1.5 3", "-.": "7 3 1.5 3" };
@@ -72,16 +69,13 @@ const reached = (m, i) => (m.show !== "upto" ? length(m) : m.since ? m.since.fil
 const shownRow = (m, i) => m.count * min(round(at(m.rows ?? null, i)), m.values.length / m.count - 1);
 
 // The outline of a line, with a gap where a value is not finite.
+const STAIR = { mid: (from, x, y) => `H${px((from + x) / 2)}V${y}H${x}`, post: (from, x, y) => `H${x}V${y}` };
 function trace(p, m, n, ys = m.y) {
-	let d = "", before = null;
+	let d = "", from = null;
 	for (let i = 0; i < n; i++) {
-		const x = px(p.X(at(m.x, i))), y = px(p.Y(at(ys, i)));
-		if (!Number.isFinite(x + y)) { before = null; continue; }
-		if (before === null) d += `M${x} ${y}`;
-		else if (m.step === "mid") d += `H${px((before + x) / 2)}V${y}H${x}`;
-		else if (m.step === "post") d += `H${x}V${y}`;
-		else d += `L${x} ${y}`;
-		before = x;
+		const x = px(p.X(at(m.x, i))), y = px(p.Y(at(ys, i))), there = Number.isFinite(x + y);
+		if (there) d += from === null ? `M${x} ${y}` : STAIR[m.step]?.(from, x, y) ?? `L${x} ${y}`;
+		from = there ? x : null;
 	}
 	return d;
 }
@@ -91,13 +85,10 @@ function rectangle(p, x0, y0, x1, y1, least = 0) { // both sides at least so lon
 	return `M${px(a - wide)} ${px(b - tall)}H${px(c + wide)}V${px(d + tall)}H${px(a - wide)}z`;
 }
 
+const glyph = (m, x, y) => (Number.isFinite(x + y) ? `M${px(x)} ${px(y)}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "");
 function glyphs(p, m, to, every = 1) {
-	const shape = GLYPH[m.glyph ?? "o"](m.size ?? 4);
 	let d = "";
-	for (let i = 0; i < to; i += every) {
-		const x = px(p.X(at(m.x, i))), y = px(p.Y(at(m.y, i)));
-		if (Number.isFinite(x + y)) d += `M${x} ${y}${shape}`;
-	}
+	for (let i = 0; i < to; i += every) d += glyph(m, p.X(at(m.x, i)), p.Y(at(m.y, i)));
 	return d;
 }
 
@@ -107,6 +98,7 @@ const path = (g, m, kind, given = {}) => {
 	if (kind !== "band") node.style.stroke = paint(at(m.color ?? "none", 0));
 	return node;
 };
+const area = (g, p, look, hatch) => [path(g, look, "box"), hatch && svg(g, "path", { fill: `url(#${p.ids}h)` })].filter(Boolean);
 
 // ---- marks: each draws into group `g` and returns what to do at step i, or between two steps
 const DRAW = {
@@ -128,47 +120,43 @@ const DRAW = {
 		if (m.show !== "at") return (i) => set(spots, { d: glyphs(p, m, reached(m, i)) });
 		return (i, pos) => {
 			const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
-			const own = (v) => v[i] + (ease && ease * (v[next] - v[i])), x = px(p.X(m.x == null ? (m.glide ? pos : i) : many(m.x) ? own(m.x) : m.x)), y = px(p.Y(own(m.y)));
-			set(spots, { d: Number.isFinite(x + y) ? `M${x} ${y}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "" });
-			const color = at(m.color, m.hue ? m.hue[i] : i);
-			spots.style.stroke = paint(color);
-			spots.style.fill = paint(m.fill ?? color);
+			const own = (v) => v[i] + (ease && ease * (v[next] - v[i])), color = at(m.color, m.hue ? m.hue[i] : i);
+			const x = px(p.X(m.x == null ? (m.glide ? pos : i) : many(m.x) ? own(m.x) : m.x)), y = px(p.Y(own(m.y)));
+			Object.assign(set(spots, { d: glyph(m, x, y) }).style, { stroke: paint(color), fill: paint(m.fill ?? color) });
 			ring?.forEach((node, k) => set(node, { cx: x, cy: y, "stroke-dasharray": k ? `${m.ring[i]} 1` : null, transform: `rotate(-90 ${x} ${y})` }));
 		};
 	},
 	boxes(g, p, m, pick) {
-		const n = length(m), groups = new Map();
-		const outline = (k, least) => rectangle(p, at(m.x0, k), at(m.y0, k), at(m.x1, k), at(m.y1, k), least);
-		for (let k = 0; k < n; k++) {
-			const key = m.sets ? k : [at(m.fill, k), at(m.edge, k), at(m.hatch, k)].join();
-			if (!groups.has(key)) {
-				const look = { fill: at(m.fill ?? "none", k), color: at(m.edge ?? "none", k), dash: at(m.dash ?? "", k), width: m.width ?? (m.edge ? 1 : 0) };
-				groups.set(key, { box: path(g, look, "box"), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
-			}
+		const groups = new Map(), sides = (k) => [m.x0, m.y0, m.x1, m.y1].map((side) => at(side, k));
+		for (let k = 0; k < length(m); k++) {
+			const look = { fill: at(m.fill ?? "none", k), color: at(m.edge ?? "none", k), dash: m.dash, width: m.width ?? (m.edge ? 1 : 0) };
+			const key = m.sets ? k : look.fill + look.color, [x0, y0, x1, y1] = sides(k);
+			if (!groups.has(key)) groups.set(key, { nodes: area(g, p, look, m.hatch), items: [] });
 			groups.get(key).items.push(k);
-			if (m.sets && p.real) pick(m, k, outline(k, finger() ? 24 : 0));
-			if (m.text) words(g, p.X((at(m.x0, k) + at(m.x1, k)) / 2), p.Y((at(m.y0, k) + at(m.y1, k)) / 2), m.text[k], { color: at(m.ink ?? "ink", k), size: m.size, halo: m.hatch && at(m.hatch, k) });
+			if (m.sets && p.real) pick(m, k, rectangle(p, x0, y0, x1, y1, finger() ? 24 : 0));
+			if (m.text) words(g, p.X((x0 + x1) / 2), p.Y((y0 + y1) / 2), m.text[k], { size: m.size, halo: m.hatch });
 		}
 		const draw = (i) => {
 			const last = reached(m, i);
-			for (const { box, hatch, items } of groups.values()) {
-				const d = items.filter((k) => k < last).map((k) => outline(k)).join("");
-				set(box, { d });
-				if (hatch) set(hatch, { d });
+			for (const { nodes, items } of groups.values()) {
+				const d = items.filter((k) => k < last).map((k) => rectangle(p, ...sides(k))).join("");
+				for (const node of nodes) set(node, { d });
 			}
 		};
 		return m.show ? draw : void draw(0);
 	},
 	bars(g, p, m) {
-		const roles = m.zones?.map(([, role]) => role) ?? [m.fill].flat(), half = (m.width ?? 0.8) / 2;
-		const paths = new Map([...new Set(roles)].map((role) => [role, [path(g, { fill: role, color: m.edge ?? "muted", width: 1 }, "box"), ...(m.hatch ? [svg(g, "path", { fill: `url(#${p.ids}h)` })] : [])]]));
+		const zones = m.zones ?? [[null, m.fill ?? "own"]], half = (m.width ?? 0.8) / 2;
+		const look = { color: m.edge ?? "muted", width: 1 };
+		const paths = new Map(zones.map(([, fill]) => [fill, area(g, p, { ...look, fill }, m.hatch)]));
 		return (i) => {
 			const row = shownRow(m, i), shift = at(m.shift ?? 0, i), d = new Map();
 			for (let k = 0; k < m.count; k++) {
 				const v = m.values[row + k] * (m.unit ?? 1), a = m.at[k] + shift;
 				if (!v) continue;
-				const role = m.zones ? m.zones.find(([upto]) => upto == null || a < upto)[1] : at(m.fill, k);
-				d.set(role, (d.get(role) ?? "") + (m.axis === "y" ? rectangle(p, 0, a - half, v, a + half) : rectangle(p, a - half, 0, a + half, v)));
+				const sides = m.axis === "y" ? [0, a - half, v, a + half] : [a - half, 0, a + half, v];
+				const [, role] = zones.find(([upto]) => upto == null || a < upto);
+				d.set(role, (d.get(role) ?? "") + rectangle(p, ...sides));
 			}
 			for (const [role, nodes] of paths) for (const node of nodes) set(node, { d: d.get(role) ?? "" });
 		};
@@ -234,13 +222,11 @@ function arrange(spec, width, ids, before) {
 }
 
 function axes(g, moved, names, p) {
-	const { left, right, top, bottom } = p;
-	const height = (text) => (p.wide - left) / wideness(text), title = p.title ?? ""; // for which it has room
+	const { left, right, top, bottom, title = "" } = p, height = (text) => (p.wide - left) / wideness(text); // it has room for
 	const two = height(title) < 10 ? title.replace(new RegExp(`^(.{${title.length >> 1},}?) `), "$1\n") : title;
 	words(g, left, two === title ? top - 10 : top - 5, two, { anchor: "start", valign: "bottom", size: clamp(height(two), 9, two === title ? p.title_size ?? 13 : 10), weight: 600 });
 	if (p.bare) return;
-	for (const [axis, across] of [[p.x, true], [p.y, false]]) {
-		if (axis.hidden) continue;
+	for (const [axis, across] of [[p.x, true], [p.y, false]].filter(([a]) => !a.hidden)) {
 		let free = -Infinity; // names that would run together are left out; of categories the first word stays
 		const tight = axis.names && 6.4 * max(...axis.ticks.map(([, name]) => name.length)) > (right - left) / axis.ticks.length;
 		for (const [value, name] of axis.ticks) {
@@ -264,8 +250,7 @@ const told = (v, a) => (!a.format ? "" : v < a.lo + 1e-6 ? "≤ " : v > a.hi - 1
 // What lies at `x` (data) in a panel: [name, value] of every labelled mark; `told` where the value is not the place of an item.
 function readout(p, x, y, i) {
 	const found = [], inside = (a, b, v) => min(a, b) <= v && v < max(a, b);
-	for (const m of p.marks) {
-		if (m.only && !within(i, m.only)) continue;
+	for (const m of p.marks.filter(({ only }) => !only || within(i, only))) {
 		if (m.type === "boxes" && (m.text || m.told)) {
 			for (let k = 0; k < reached(m, i); k++) if (inside(at(m.x0, k), at(m.x1, k), x) && inside(at(m.y0, k), at(m.y1, k), y))
 				found.push([at(m.names ?? m.label, k), at(m.told ?? m.text, k)]);
@@ -293,11 +278,13 @@ function render({ model, el }) {
 	const part = (kind, given, parent = root) => html(parent, "div", { class: "mpk-" + kind.replace(" ", " mpk-"), ...given });
 	const legend = part("legend", { "aria-hidden": "true" }), stage = part("stage");
 	const picture = svg(stage, "svg", { role: "img" }), over = svg(stage, "svg", { class: "mpk-over", role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" });
-	const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = part("tip", { hidden: "" }, stage);
-	const player = part("player"), bar = part("bar"), form = part("form", {}, bar), presses = part("form", {}, bar), tries = part("form tries", { role: "group", "aria-label": "Try" });
+	const cross = svg(over, "line", { class: "cross" }), grips = svg(over, "g"), layer = svg(over, "g");
+	const tip = part("tip", { hidden: "" }, stage), player = part("player"), bar = part("bar"), form = part("form", {}, bar);
+	const presses = part("form", {}, bar), progress = html(presses, "progress", { max: 1, "aria-label": "work done" });
+	const tries = part("form tries", { role: "group", "aria-label": "Try" });
 	const status = part("status", { role: "status" }), phrase = html(status, "span", { class: "mpk-said" }), word = html(status, "b"), more = html(root, "details");
 	const table = (html(more, "summary", {}, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
-	let scene, spec, turn = Promise.resolve(), panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, gone = false, late = 0, telling;
+	let scene, spec, turn = Promise.resolve(), panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, gone = false, late = 0, seen, telling;
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
 	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if it
@@ -394,9 +381,8 @@ function render({ model, el }) {
 	function draw() {
 		if (!scene) return;
 		spec = local ?? scene;
-		const width = max(finger() ? spec.least : min(spec.least, MOUSE), round(clamp(stage.clientWidth || spec.width, 280, 1.3 * spec.width))), wide = width > stage.clientWidth + 1;
-		stage.style.overflowX = wide ? "auto" : "";
-		over.style.touchAction = wide ? "auto" : ""; // a finger moves it sideways
+		const width = max(finger() ? spec.least : min(spec.least, MOUSE), round(clamp(stage.clientWidth || spec.width, 280, 1.3 * spec.width)));
+		stage.classList.toggle("wide", width > (seen = stage.clientWidth) + 1);
 		picture.replaceChildren();
 		const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
 		svg(hatch, "path", { d: "M0 0V6", class: "hatching" });
@@ -460,9 +446,8 @@ function render({ model, el }) {
 	on(slider, "input", () => go(+slider.value));
 	on(typed, "change", () => go(round(typed.value) - spec.index.first));
 	function keepPlayer() {
+		const { label = "", first = 0, count = 1 } = spec.index ?? {};
 		player.hidden = !spec.index;
-		if (!spec.index) return;
-		const { label, first, count } = spec.index;
 		output.replaceChildren(label, typed);
 		set(slider, { max: count - 1, "aria-label": label });
 		set(typed, { min: first, max: first + count - 1 });
@@ -488,37 +473,35 @@ function render({ model, el }) {
 
 	// ---- handles: their nodes stay, so that focus and drag survive
 	function keepHandles() {
-		const wanted = new Set();
-		let last = null; // the order of the Tab key
-		for (const p of panels) for (const m of p.marks) {
-			if (m.type !== "handle") continue;
-			const id = m.id ?? m.name;
-			wanted.add(id);
-			if (!handles.has(id)) {
-				const g = svg(layer, "g", { class: "handle", role: "slider", tabindex: 0, "data-name": id, "aria-orientation": m.axis === "x" ? "horizontal" : "vertical" });
-				svg(g, "line", { class: "reach" }); svg(g, "line", { class: "bar" }); svg(g, "text", { class: "halo" }); svg(g, "circle", { r: 7, class: m.look });
-				on(g, "keydown", (e) => key(e, handles.get(id)));
-				handles.set(id, { g });
-				if (last) last.after(g); else layer.prepend(g);
+		const wanted = panels.flatMap((p) => p.marks.filter((m) => m.type === "handle").map((m) => ({ m, p, name: m.name })));
+		for (const [name, { g }] of handles) if (!wanted.some((h) => h.name === name)) { g.remove(); handles.delete(name); }
+		for (const [k, { m, p, name }] of wanted.entries()) {
+			if (!handles.has(name)) {
+				const g = svg(null, "g", { class: "handle", role: "slider", tabindex: 0, "data-name": name });
+				svg(g, "line", { class: "reach" }); svg(g, "line", { class: "bar" });
+				svg(g, "text", { class: "halo" }); svg(g, "circle", { r: 7, class: m.look });
+				on(g, "keydown", (e) => key(e, handles.get(name)));
+				handles.set(name, { g });
+				grips.insertBefore(g, grips.children[k]); // in the order of the Tab key
 			}
-			last = Object.assign(handles.get(id), { m, p }).g;
-			set(last, { "aria-label": m.label });
+			const { g } = Object.assign(handles.get(name), { m, p });
+			set(g, { "aria-label": m.label, "aria-orientation": m.axis === "x" ? "horizontal" : "vertical" });
 		}
-		for (const [name, { g }] of handles) if (!wanted.has(name)) { g.remove(); handles.delete(name); }
 	}
 	function place(h, v) {
-		const { m, p, g } = h, [reach, bar, note, grip] = g.children, across = m.axis === "x", free = m.cross != null || m.axis === "xy";
-		const own = (u) => at(m.base ?? 0, index) + (m.slope ?? 1) * u, other = at(m.cross ?? 0, index);
-		const x = clamp(m.axis === "xy" ? p.X(v[0]) : across ? p.X(own(v)) : free ? p.X(other) : p.right, p.left, p.right);
-		const y = clamp(m.axis === "xy" ? p.Y(v[1]) : !across ? p.Y(own(v)) : free ? p.Y(other) : p.top + 4, p.top, p.bottom);
+		const { m, p, g } = h, [reach, bar, note, grip] = g.children, across = m.axis === "x", both = m.axis === "xy";
+		const own = (u) => at(m.base ?? 0, index) + (m.slope ?? 1) * u, free = both || m.cross != null;
+		const other = free ? at(m.cross, index) : across ? p.backY(p.top + 4) : p.x.hi;
+		const [a, b] = both ? v : across ? [own(v), other] : [other, own(v)];
+		const x = clamp(p.X(a), p.left, p.right), y = clamp(p.Y(b), p.top, p.bottom);
 		h.value = v;
 		const ends = free ? m.stem && (across ? { x1: p.X(own(0)) } : { y1: p.Y(own(0)) }) : across ? { y1: p.top, y2: p.bottom } : { x1: p.left, x2: p.right };
 		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
 		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? { x: x + 12, y: y + 4 } : { x: x - 12, y: y + 20 < p.bottom ? y + 15 : y - 6, "text-anchor": "end" }); // above its line are others
-		const read = m.axis === "xy" ? v.map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
-		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": m.axis === "xy" ? v[0] : v, "aria-valuetext": read });
+		const read = both ? [...v].map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
+		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": both ? v[0] : v, "aria-valuetext": read });
 	}
 	function move(h, v) {
 		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + round((u - lo) / step) * step).toPrecision(9), lo, hi), to = many(v) ? v.map(snap) : snap(v);
@@ -538,16 +521,16 @@ function render({ model, el }) {
 		const { m, value: v } = h, by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[e.key], end = { Home: m.lo, End: m.hi }[e.key];
 		if (by == null && end == null) return;
 		e.preventDefault(); e.stopPropagation();
-		if (m.axis !== "xy") return move(h, end ?? v + by * m.step);
-		move(h, /Up|Down/.test(e.key) ? [v[0], v[1] + by * m.step] : [end ?? v[0] + by * m.step, v[1]]);
+		const to = (u) => end ?? u + by * m.step;
+		move(h, m.axis !== "xy" ? to(v) : /Up|Down/.test(e.key) ? [v[0], to(v[1])] : [to(v[0]), v[1]]);
 	}
 	const spot = (e) => { const box = over.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top]; };
 	const panelAt = (x, y) => panels.find((p) => x >= p.left - 8 && x <= p.right + 8 && y >= p.top - 8 && y <= p.bottom + 8);
 	function draws(e) { // the pen: every step since the last position gets the value under the pointer
 		const [x, y] = spot(e), { p, m, stroke, last } = drag, to = clamp(round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
-		for (let i = min(last ?? to, to); i <= max(last ?? to, to); i++) m.y[i] = stroke[i] = v;
+		for (let i = min(last ?? to, to); i <= max(last ?? to, to); i++) stroke[i] = v;
 		drag.last = to;
-		for (const q of panels.flatMap((other) => other.marks)) if (q !== m && q.type === "pen" && q.name === m.name) for (const [k, u] of Object.entries(stroke)) q.y[k] = u; // drawn anew meanwhile
+		for (const q of panels.flatMap((r) => r.marks)) if (q.type === "pen" && q.name === m.name) Object.assign(q.y, stroke);
 		for (const step of moving) step(index, pos);
 		ask({ set: { [m.name]: stroke } }, stroke);
 	}
@@ -565,10 +548,9 @@ function render({ model, el }) {
 		e.preventDefault();
 	});
 	on(over, "pointermove", (e) => {
-		const [x, y] = spot(e), p = panelAt(x, y), { m, p: q } = drag ?? {};
-		if (drag?.name) { // the axes when the drag began
-			move(handles.get(drag.name), m.axis === "xy" ? [q.backX(x), q.backY(y)] : drag.grab + pulled(drag, x, y));
-		} else if (drag) draws(e);
+		const [x, y] = spot(e), p = panelAt(x, y), { m, p: q } = drag ?? {}; // with the axes when the drag began
+		if (drag?.name) move(handles.get(drag.name), m.axis === "xy" ? [q.backX(x), q.backY(y)] : drag.grab + pulled(drag, x, y));
+		else if (drag) draws(e);
 		else if (p && !p.bare) hover(p, p.backX(x), p.backY(y));
 		else unhover();
 		over.style.cursor = p?.marks.some((m) => m.type === "pen") ? "crosshair" : "";
@@ -595,13 +577,12 @@ function render({ model, el }) {
 		if (spec.index) return go(index + by), hover(p, index, 0);
 		const width = abs(p.x.hi - p.x.lo), step = width / (width < 200 ? 40 : 100);
 		hover(p, clamp((+tip.dataset.x || p.x.lo) + by * step, p.x.lo, p.x.hi), (p.y.lo + p.y.hi) / 2);
-		status.textContent = tip.innerText.replaceAll("\n", ", ");
+		[phrase.textContent, telling] = [tip.innerText.replaceAll("\n", ", "), null];
 	});
-	on(over, "blur pointerleave", unhover);
+	on(over, "blur pointerleave", () => { unhover(); if (telling === null) show(pos); }); // the sentence again
 
 	// ---- the form: native, named controls; what has a handle in the picture is a number box alone
 	function drawForm() {
-		form.replaceChildren();
 		for (const c of get("controls")) {
 			const line = html(form, "label", { "data-for": c.name });
 			html(line, "span", {}, raised(c.label));
@@ -617,21 +598,18 @@ function render({ model, el }) {
 		showState();
 	}
 	function showState() {
-		const state = get("state"), { values } = state, buttons = state.buttons ?? [];
+		const { values, idle, buttons, busy, progress: value } = get("state");
 		if (buttons.join("\n") !== presses.told) { // a button that stays keeps its node, and its focus
-			const held = document.activeElement, there = Object.fromEntries([...presses.querySelectorAll("button")].map((b) => [b.textContent, b]));
-			presses.replaceChildren(...buttons.map((text) => there[raised(text)] ?? press(null, raised(text), () => ask({ press: text }, NaN))));
-			html(presses, "progress", { max: 1, "aria-label": "work done" });
+			const there = [...presses.querySelectorAll("button")], held = there.find((b) => b === document.activeElement);
+			const fresh = (text) => press(null, raised(text), () => ask({ press: text }, NaN));
+			presses.replaceChildren(...buttons.map((text) => there.find((b) => b.textContent === raised(text)) ?? fresh(text)), progress);
 			presses.told = buttons.join("\n");
-			if (Object.values(there).includes(held)) (held.isConnected ? held : presses.querySelector("button")).focus();
+			if (held) (held.isConnected ? held : presses.firstChild).focus();
 		}
-		const bar = presses.querySelector("progress");
-		bar.value = state.progress ?? 0;
-		bar.style.visibility = state.busy ? "visible" : "hidden";
+		Object.assign(progress, { value, hidden: !busy });
 		for (const c of get("controls")) {
-			const [input, box, line] = ["control", "box", "for"].map((kind) => of(kind, c.name)), v = values[c.name];
-			line.hidden = state.idle?.includes(c.name);
-			if (!input) continue;
+			const line = of("for", c.name), [, input, box] = line.children, v = values[c.name];
+			line.hidden = idle.includes(c.name);
 			if (c.kind === "checkbox") input.checked = v;
 			else if (c.kind !== "range") { if (typing !== input) input.value = v; } else {
 				if (document.activeElement !== box) box.value = v;
@@ -651,22 +629,20 @@ function render({ model, el }) {
 	}
 	function showMessage() { if (!gone) say(get("message")); if (get("message")) answered(); }
 	function hideStill() { // the stored picture is the output before this one, and stands until this one does
-		for (let n = el; n; n = n.parentElement) {
-			const still = n.previousElementSibling?.querySelector("figure.mpk-still");
-			if (still) return void (still.hidden = true);
-		}
+		const before = (n) => n.previousElementSibling?.querySelector("figure.mpk-still");
+		let n = el;
+		while (n && !before(n)) n = n.parentElement;
+		if (n) before(n).hidden = true;
 	}
 	function answered() { if (!rest && !waiting.length) local = null; draw(); }
 	on(more, "toggle", () => ask({ table: more.open }));
-	if (!stage.isConnected) requestAnimationFrame(draw); // its width is known then
 	const events = { "msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:ahead": arrived, "change:index": () => { if (!frame && get("index") !== index) show(get("index")); },
 		"change:spec": async () => { const given = get("spec"); scene = given.panels ? given : await unpacked(given); answered(); }, // without a kernel it is open
 		"change:controls": drawForm, "change:state": () => { showState(); want(near); }, "change:message": showMessage, "change:rows": showRows, "comm_live_update": lost };
 	for (const [name, does] of Object.entries(events)) // in turn, as unpacking takes a moment
 		model.on(name, events[name] = (...given) => { turn = turn.then(() => does(...given)).catch(reportError); });
-	const size = new ResizeObserver(() => { if (panels.length) hideStill(); if (panels.length && abs(stage.clientWidth - size.last) > 2) draw(); size.last = stage.clientWidth; });
+	const size = new ResizeObserver(() => { if (panels.length) hideStill(); if (abs(stage.clientWidth - seen) > 2) draw(); });
 	for (const name of ["spec", "controls", "message"]) events["change:" + name]();
-	size.last = stage.clientWidth;
 	size.observe(stage);
 	return () => { size.disconnect(); cancelAnimationFrame(frame); clearTimeout(timer); for (const [name, handler] of Object.entries(events)) model.off(name, handler); };
 }

@@ -73,7 +73,7 @@ window.__sight = (index) => {
   const all = (what, of) => [...cell.querySelectorAll('.jp-OutputArea ' + what)].map(of).join('|');
   const words = (what) => all(what, (e) => e.textContent);
   const drawn = all(':is(svg[role=img], .handle)', (e) => e.innerHTML.replaceAll(' style=""', ''));
-  const bar = all('progress', (e) => (e.style.visibility === 'hidden' ? '' : e.value));
+  const bar = all('progress', (e) => (e.hidden ? '' : e.value));
   const text = [all('img', (e) => e.src), drawn, bar, words('[role=status]'), words('table')].join('#');
   window.__shown = text;
   let hash = 2166136261;
@@ -97,7 +97,7 @@ PENDING = """() => { const session = window.jupyterapp.shell.currentWidget.sessi
 
 # Whether the kernel, a view of the cell, or what one of its buttons started is under way.
 AT_WORK = """window.__atWork = (index) => window.__pending.size > 0 || !!document.querySelectorAll('.jp-Cell')[index]
-  .querySelector('.mpk[aria-busy=true], .mpk progress[style*="visible"]');"""
+  .querySelector('.mpk[aria-busy=true], .mpk progress:not([hidden])');"""
 PATIENCE = 300_000.0  # ms for whatever is waited for: a busy machine is ten times as slow
 LOOKS = 6  # without news before the end is believed: on a busy machine a tenth of a second is one frame of the page
 

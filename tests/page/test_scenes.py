@@ -76,3 +76,13 @@ def test_axe_finds_nothing_in_any_theme(every, opened, theme):
 def test_a_view_fits_a_screen_of_720_pixels_with_its_buttons_and_its_sentence(every, opened):
     tab, _ = opened(every[1], "JupyterLab, light", 1130)  # the width that JupyterLab leaves of 1280
     assert {name: high for name, high in tab.evaluate(HEIGHTS) if high > ROOM} == {}
+
+
+def test_values_are_read_by_arrow_keys_and_the_sentence_comes_back(every, opened):
+    tab, _ = opened(["formats.ranges, Reset"], "JupyterLab, light", 1280)
+    status = tab.locator(".mpk-status")
+    said = status.inner_text()
+    tab.locator(".mpk-over").press("ArrowRight")
+    assert "magnitude" in status.inner_text()
+    tab.locator("summary").focus()
+    assert status.inner_text() == said
