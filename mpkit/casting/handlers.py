@@ -50,9 +50,14 @@ def _delivered(out: Any, into: Any) -> Any:
 def delivered_in(low: Target) -> Handler:
     """As it comes, with its result in `low`: the rows that an embedding picks are those of a cast table.
 
-    The gradient of a row that was picked several times is so added up in float32.
+    The gradient of a row that was picked several times is so added up in float32. Weights of samples take the table's.
     """
-    return lambda func, args, kwargs: cast(func(*args, **kwargs), low)
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        table = kwargs["weight"] if "weight" in kwargs else args[1]
+        return cast(call(func, args, kwargs, precision(table)), low)
+
+    return run
 
 
 def promoted(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
@@ -81,8 +86,11 @@ def parameters_in(low: Target) -> Handler:
 
     def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         if kwargs.get("inplace"):
-            LOCAL.given.clear()
-        return func(*[own(x) for x in args], **{name: own(x) for name, x in kwargs.items()})
+            return written_as_it_is(func, args, kwargs)
+        # torch itself moves values into their own dtype alone
+        into = kwargs.pop("out", None) if func.__name__ in ops.EXACT else None
+        out = func(*[own(x) for x in args], **{name: x if name == "out" else own(x) for name, x in kwargs.items()})
+        return out if into is None else _delivered(out, into)
 
     return run
 
@@ -92,16 +100,29 @@ def _is_own(x: Tensor) -> bool:
     if is_compiling() or x.dim() == 0:  # a compiler knows parameters by their class alone
         return False
     module = LOCAL.module
-    return type(x._base) is nn.Parameter or (
-        module is not None and any(x is p for p in nn.Module.__getattribute__(module, "_parameters").values())
+    base = x if x._base is None else x._base
+    return type(base) is nn.Parameter or (
+        module is not None
+        and any(p is x or p is base for p in nn.Module.__getattribute__(module, "_parameters").values())
     )
 
 
 @cache
 def viewed(low: Target) -> Handler:
-    """A view stays one, so that a write into it arrives; whoever computes with it casts. A graph has no such writes."""
+    """A view stays one, so that a write into it arrives; whoever computes with it casts. A graph has no such writes.
+
+    What came out a copy of a parameter is cast here, since nobody will know it for one.
+    """
     inner = parameters_in(low)
-    return lambda func, args, kwargs: inner(func, args, kwargs) if is_compiling() else as_is(func, args, kwargs)
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        if is_compiling():
+            return inner(func, args, kwargs)
+        out = as_is(func, args, kwargs)
+        copied = type(out) is Tensor and out._base is None and args and _is_own(args[0])
+        return cast(out, low) if copied else out
+
+    return run
 
 
 # --- writes -----------------------------------------------------------------------------------------------------------

@@ -73,8 +73,9 @@ def _on_tensors() -> frozenset[Function]:
 # --- kinds of functions, by name: what each is stands beside its list -------------------------------------------------
 
 KINDS = {kind: frozenset(names) for kind, names in LISTS["kinds"].items()}
-# x.add_(y), x += y, x[i] = y: the tensor written into keeps its dtype, so it decides
-IN_PLACE = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} | KINDS["in_place"]
+# x.add_(y), F.elu_(x), x += y, x[i] = y: the tensor written into keeps its dtype, so it decides
+_SINGLE = {name for home in _HOMES for name in dir(home) if name.endswith("_") and not name.endswith("__")}
+IN_PLACE = _SINGLE | KINDS["in_place"]
 CONVERSIONS = KINDS["conversions"]
 _FILLERS = {name for name, function in vars(torch.nn.init).items() if callable(function)}
 LEFT_ALONE = CONVERSIONS | KINDS["describes"] | _FILLERS

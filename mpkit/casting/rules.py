@@ -73,7 +73,7 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
     handlers = table(
         (ops.LEFT_ALONE, as_is),
         (ops.IN_PLACE, do.written_as_it_is),
-        (ops.MAY_VIEW - {"unflatten"}, do.viewed(low)),
+        ((ops.MAY_VIEW | {"contiguous"}) - {"unflatten"}, do.viewed(low)),
         # torch refuses several dtypes here, so its promotion decides nothing
         (ops.OF_ONE_DTYPE | ops.KINDS["recurrent"], do.computed(low)),
         (ops.WRITTEN_BESIDE, do.written),

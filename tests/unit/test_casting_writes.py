@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpkit.casting import auto_mixed_precision, cast_like, ledger
+from mpkit.casting import auto_mixed_precision, cast_like, ledger, to_float
 from mpkit.formats import BF16, E4M3FN
 
 LEVELS = ("O1", "O2", "O3", "auto")
@@ -94,6 +94,80 @@ def test_what_a_part_writes_into_a_nest_that_it_is_given_arrives(level: str, dty
     auto_mixed_precision(outer, level, dtype)(torch.eye(4), named, many, cache)
     for written in (named["x"], many[1], cache.last):
         assert torch.equal(written.float(), torch.eye(4))  # type: ignore[attr-defined, union-attr]
+
+
+def filled(h: Tensor) -> Tensor:
+    out = torch.zeros(4, 4)
+    out[torch.eye(4) > 0] = h[0]
+    return out
+
+
+ROWS = torch.tensor([0, 1, 2, 2])
+# what torch has for one dtype only: of 16-bit activations beside float32 tensors
+BESIDE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a mask": lambda m, h: filled(h),
+    "addmm_": lambda m, h: torch.zeros(4, 4).addmm_(h, h),
+    "addmv_": lambda m, h: torch.zeros(4).addmv_(h, h[0]),
+    "baddbmm_": lambda m, h: torch.zeros(1, 4, 4).baddbmm_(h[None], h[None]),
+    "addbmm_": lambda m, h: torch.zeros(4, 4).addbmm_(h[None], h[None]),
+    "embedding_bag": lambda m, h: F.embedding_bag(ROWS, m.w, ROWS[:2], mode="sum", per_sample_weights=h[0]),
+    "huber_loss": lambda m, h: F.huber_loss(h, torch.ones(4, 4)),
+    "meshgrid": lambda m, h: torch.meshgrid(h[0], torch.ones(4), indexing="ij")[0],
+    "cartesian_prod": lambda m, h: torch.cartesian_prod(h[0], torch.ones(4)),
+    "fractional_max_pool2d": lambda m, h: F.fractional_max_pool2d(
+        h[None], 2, 2, _random_samples=torch.ones(1, 1, 2) / 2
+    ),
+    "max out": lambda m, h: torch.max(h.detach(), 0, out=(torch.zeros(4), ROWS.clone()))[0],
+    "index_select out": lambda m, h: torch.index_select(h.detach(), 0, ROWS, out=torch.zeros(4, 4)),
+    "a copy of a weight": lambda m, h: h * m.w[ROWS],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, BF16, E4M3FN], ids=str)
+@pytest.mark.parametrize("case", BESIDE.values(), ids=BESIDE)
+def test_what_torch_has_for_one_dtype_takes_float32_beside_activations(case: Callable[..., Any], dtype: Any) -> None:
+    network = Calls(lambda module, x: case(module, x @ module.w))
+    want = network(torch.eye(4))
+    out = auto_mixed_precision(network, "O2", dtype)(torch.eye(4))
+    assert torch.equal(out, want)
+    if out.requires_grad:
+        out.sum().backward()
+        assert network.w.grad.type() == "torch.FloatTensor"  # type: ignore[union-attr]
+
+
+INTO_WEIGHT: dict[str, Callable[[Tensor], object]] = {
+    "mul out": lambda w: torch.mul(torch.ones(4, 4), 0.5, out=w),
+    "cat out": lambda w: torch.cat([torch.ones(2, 4), torch.zeros(2, 4)], out=w),
+    "_foreach_lerp_": lambda w: torch._foreach_lerp_([w], [torch.zeros(4, 4)], 0.5),
+    "relu inplace": lambda w: F.relu(w.sub_(2), inplace=True),
+    "elu_": lambda w: F.elu_(w.sub_(8)),
+    "threshold_": lambda w: F.threshold_(w, 2.0, 1.5),
+    "normalize out": lambda w: F.normalize(w.add_(1), out=w),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("write", INTO_WEIGHT.values(), ids=INTO_WEIGHT)
+def test_a_write_into_a_weight_arrives(write: Callable[[Tensor], object], level: str) -> None:
+    network, want = Calls(lambda module, x: write(module.w)), torch.eye(4)
+    auto_mixed_precision(network, level, torch.bfloat16)
+    with torch.no_grad():
+        network(torch.ones(1)), write(want)
+    assert torch.allclose(network.w, want, rtol=2**-8)
+    assert not torch.equal(want, torch.eye(4))
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_what_is_taken_of_a_weight_is_low_eager_compiled_and_functional(backend: str | None) -> None:
+    def run(m: Any, x: Tensor) -> list[Tensor]:
+        of = (m.w[:3], m.w[ROWS], m.w[m.w > -1], m.w.T.reshape(16), m.w.T.contiguous(), m.w.view(2, 8), m.w[None])
+        return [x[0, 0] * part.flatten()[:4] + x[0] for part in of]
+
+    torch._dynamo.reset()
+    network = to_float(Calls(run), torch.bfloat16)
+    compiled: Any = torch.compile(network, backend=backend) if backend else network
+    plain = torch.func.functional_call(network, {"w": torch.eye(4)}, torch.eye(4))
+    assert {y.dtype for y in (*compiled(torch.eye(4)), *plain)} == {torch.bfloat16}
 
 
 class Steps(nn.Module):
