@@ -51,9 +51,11 @@ class Watched:
         self.waits_for: GradScaler | None = None  # the scaler that stepped it, until its update
         self.life: list[set[str]] = []  # for each step, whether it was "skipped" and a "schedule" moved after it
         self.rates, self.device = rates(optimizer), self.params[0].device.type
-        trained = [p for p in self.params if p.requires_grad] or self.params
-        self.few = [trained[0], trained[-1]]  # looked at between the calls: what a loop does it does to all
+        # looked at between the calls: all, until it is known which have a gradient, then two of those; what a loop does
+        # it does to all
+        self.few = [p for p in self.params if p.requires_grad] or self.params
         self.marks: list[tuple[int, int]] = []
+        self.untouched = False  # when the optimizer's own step began, the gradients were those of the last pass
         self.start_over()
 
     def start_over(self) -> None:
@@ -82,7 +84,9 @@ class Watched:
         return next((p.scaler for p in self.fresh if p.scaler is not None and not self.unscaled), None)
 
     def remember(self, norms: bool = True) -> None:
-        self.marks, self.norms = look(self.few), lengths(self.few) if norms else []
+        if len(self.few) > 2 and (there := [p for p in self.few if p.grad is not None]):
+            self.few = [there[0], there[-1]]
+        self.marks, self.norms, self.untouched = look(self.few), lengths(self.few) if norms else [], False
 
     def cleared(self) -> bool:
         """Mostly the last says no, a bias or a weight of a norm, which is small."""
@@ -114,15 +118,17 @@ class Watched:
             self.life[-1].add("schedule")
 
     def stepped(self) -> None:
-        self.used = len(self.passes)
+        self.used, self.unscaled = len(self.passes), False
         self.life.append(set())
         self.rates = rates(self.optimizer)
 
     def divided_later(self) -> bool:
-        """Whether the reader divided the sum of gradients by the number of micro-batches, clipping it perhaps after."""
+        """Whether the reader divided the sum of gradients by the number of micro-batches, or by all that their losses
+        were multiplied by; clipping it perhaps after."""
         pairs = zip(self.marks, look(self.few))
         edits = max((new[1] - old[1] for old, new in pairs if old[0] == new[0]), default=2)
-        return edits > 1 or math.isclose(self.shrunk(), len(self.fresh), rel_tol=1e-5)
+        whole = len(self.fresh), sum(max(p.means, default=0.0) for p in self.fresh)
+        return edits > 1 or any(math.isclose(self.shrunk(), by, rel_tol=1e-5) for by in whole)
 
 
 def rates(optimizer: Optimizer) -> list[object]:

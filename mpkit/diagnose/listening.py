@@ -55,6 +55,12 @@ def in_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
+def in_own_autocast(kind: str) -> bool:
+    """Whether the reader can end it; Lightning's lies around the whole of a training_step, where it is right."""
+    around = "lightning.pytorch.", "pytorch_lightning."
+    return in_autocast(kind) and not any(f.f_globals.get("__name__", "").startswith(around) for f in callers())
+
+
 def same(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and (one is other or (one.layout == torch.strided and one.data_ptr() == other.data_ptr()))
 

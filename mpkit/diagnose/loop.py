@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpkit.diagnose.gradients import Pass, Watched, divides_by, length, look, nodes, note, noted, terms, undivided
-from mpkit.diagnose.listening import Listening, callers, in_autocast, line, same, scale_of, several, tensors_in
+from mpkit.diagnose.listening import Listening, callers, in_own_autocast, line, same, scale_of, several, tensors_in
 from mpkit.diagnose.words import MISTAKES, LoopFinding, LoopReport
 
 _BY_HAND = 8.0  # a factor of a loss from which it counts as a loss scale that the reader multiplies by
@@ -59,13 +59,14 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         scale_of(scaler)  # raises for what is none
         self.report = LoopReport()
         self._scaler = scaler
-        first, kinds = scaler if isinstance(scaler, GradScaler) else None, [type(one).__name__ for one in optimizers]
+        kinds = [type(one).__name__ for one in optimizers]
+        # of several optimizers one may have a scaler of its own
+        alone = scaler if isinstance(scaler, GradScaler) and len(kinds) == 1 else None
         names = kinds if len(kinds) == 1 else [f"optimizer {i + 1} ({kind})" for i, kind in enumerate(kinds)]
-        self._watched = [Watched(one, name, first) for one, name in zip(optimizers, names)]
+        self._watched = [Watched(one, name, alone) for one, name in zip(optimizers, names)]
         self._pass: Pass | None = None  # the backward pass that runs
         self._in_scaler = False
         self._stepping: Optimizer | None = None
-        self._low = False  # autocast to float16 was on since the last step
         self._scales = self._penalty = False  # a loss was scaled; gradients of a scaled one were kept
         self._done: set[str] = set()  # since the last update of a scaler
         self._known: dict[Optimizer, Watched | None] = {}  # any optimizer -> what is watched under it
@@ -78,7 +79,6 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         for owner in (torch, Tensor):
             swap(owner, "nan_to_num", self._nan_to_num)
             swap(owner, "nan_to_num_", self._nan_to_num)
-        swap(torch.autocast, "__enter__", self._autocast)
         for kind in {GradScaler, *(() if self._scaler is None else type(self._scaler).__mro__[:-1])}:
             for name in {"scale", "unscale_", "step", "update"} & set(vars(kind)):
                 swap(kind, name, partial(self._of_scaler, getattr(self, f"_{name}")))
@@ -93,23 +93,26 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         elif self.report.findings:
             error.add_note(f"watch_loop: {self.report}")
 
-    def _say(self, watched: Watched, **mistakes: object) -> None:
-        """Those that are true, each once for an optimizer."""
+    def _say(self, watched: Watched, step: int | None = None, **mistakes: object) -> None:
+        """Those that are true, each once for an optimizer; `step` is the one that comes, if none is given."""
         for mistake in (name for name, so in mistakes.items() if so):
             if mistake not in watched.told:
                 watched.told.add(mistake)
-                where = ", ".join(filter(None, (f"{watched.name}, step {watched.steps + 1}", line())))
+                where = ", ".join(filter(None, (f"{watched.name}, step {step or watched.steps + 1}", line())))
                 self.report.findings.append(LoopFinding(mistake, where, MISTAKES[mistake]))
 
     # --- the backward pass
 
     @property
-    def _rests(self) -> bool:
-        """After ten steps two in ten are looked at; what a scaler does is seen in all."""
-        return self.report.steps >= 10 and self.report.steps % 10 >= 2
+    def _close(self) -> bool:
+        """Two steps in ten: what costs more is looked at in them alone, after ten steps all but what a scaler does."""
+        return self.report.steps % 10 < 2
 
     def _backward(self, original: Call, tensors: object, seeds: object = None, *args: object, **more: object) -> None:
-        if self._pass is not None or self._rests:  # a re-entrant checkpoint inside another
+        rests = self.report.steps >= 10 and not self._close
+        for watched in self._watched if rests else ():
+            watched.start_over()  # gradients that nobody looks at are unknown
+        if self._pass is not None or rests:  # a re-entrant checkpoint inside another
             original(tensors, seeds, *args, **more)
             return
         losses = [t for t in tensors_in(tensors) if t.grad_fn is not None]
@@ -140,21 +143,23 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         scale = scale_of(scaler)
         seeds = () if seeds is None else tensors_in(seeds)
         seed = max((abs(float(t)) for t in seeds if t.numel() == 1), default=1)
+        results = (result for node in nodes(losses) for result in node._input_metadata)  # of what made the loss
         factors = [(abs(factor) * seed / scale, mean) for loss in losses for factor, mean in terms(loss)]
         return Pass(
             site=hash(tuple((id(frame.f_code), frame.f_lasti) for frame in callers())),
             scaler=scaler,
             factor=max((factor for factor, _ in factors), default=1.0 / scale),
             means=tuple(factor for factor, mean in factors if mean and once),
-            low=self._low or any(loss.dtype == torch.float16 for loss in losses),
+            low=scaler is None and self._close and any(result.dtype == torch.float16 for result in results),
         )
 
     def _reached(self, watched: Watched, this: Pass) -> None:
-        again = watched.unscaled and watched.passes and not watched.used
-        self._say(watched, inside_autocast=in_autocast(watched.device), unscale_per_micro_batch=again)
-        watched.passes.append(this)
+        again = watched.unscaled and watched.passes and this.scaler
+        self._say(watched, inside_autocast=in_own_autocast(watched.device), unscale_per_micro_batch=again)
+        if this.scaler is not None or not watched.unscaled:  # what is added to unscaled gradients needs no scale
+            watched.passes.append(this)
         self._done.add("backward")
-        watched.remember(norms=this.scaler is not None or undivided(watched.fresh))
+        watched.remember(norms=self._close or this.scaler is not None or undivided(watched.fresh))
 
     def _scaler_of(self, losses: list[Tensor]) -> Any:
         return noted("scaler", nodes(losses)) if self._scales else None
@@ -170,11 +175,8 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     def _nan_to_num(self, original: Call, given: Tensor, *args: object, **more: object) -> Tensor:
         in_hook = self._pass is not None and self._pass.scaler is not None and not torch.is_grad_enabled()
         for watched in self._watched if isinstance(given, Tensor) else ():
-            if in_hook:
-                hidden = any(p.shape == given.shape for p in watched.params)
-            else:
-                hidden = watched.scaler is not None and any(same(p.grad, given) for p in watched.params)
-            self._say(watched, nan_hidden=hidden)
+            its = watched.params if in_hook or watched.scaler is not None else ()
+            self._say(watched, nan_hidden=any(p.shape == given.shape if in_hook else same(p.grad, given) for p in its))
         return original(given, *args, **more)
 
     # --- the scaler
@@ -247,9 +249,11 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         self._stepping = self._stepping or optimizer  # the outer one, where one is inside another
+        if (watched := self._of(optimizer)) is not None and not self._in_scaler:
+            watched.untouched = look(watched.few) == watched.marks
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        """A step leaves the gradients as they were, and a closure has made them only now."""
+        """A step leaves the gradients as they were, or clears them at its end, and a closure has made them only now."""
         if optimizer is not self._stepping:
             return
         self._stepping = None
@@ -265,11 +269,12 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         watched.first_scaler = scaler if first is None else first
         new_scaler = scaler is not None and first not in (None, scaler)
         no_update = scaler is not None and watched.waits_for is scaler
-        self._say(watched, inside_autocast=in_autocast(watched.device), new_scaler=new_scaler, no_update=no_update)
-        if fresh and look(watched.few) != watched.marks and watched.cleared():
-            there = any(p.grad is not None for p in watched.few)
-            hidden = there and not math.isfinite(length(watched.norms))
-            self._say(watched, nan_hidden=hidden, cleared_early=not hidden)
+        self._say(watched, inside_autocast=in_own_autocast(watched.device), new_scaler=new_scaler, no_update=no_update)
+        changed = fresh and not watched.untouched and look(watched.few) != watched.marks
+        if changed and watched.cleared() and (before := length(watched.norms)):  # they were not 0 before
+            known = watched.unscaled  # unscale_ has seen every inf
+            hidden = not math.isfinite(before) and (known or any(p.grad is not None for p in watched.few))
+            self._say(watched, nan_hidden=hidden and not known, cleared_early=not hidden)
             return
         by = next((p.scaler for p in fresh if p.scaler is not None), None)
         bare = scaler is None and by is not None
@@ -287,24 +292,16 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     def _stepped(self, watched: Watched) -> None:
         watched.stepped()
         self._done.add("stepped")
-        self._low = False
         self.report.steps = max(w.steps for w in self._watched)
-
-    # --- around them
-
-    def _autocast(self, original: Call, context: torch.autocast) -> object:
-        result = original(context)
-        low = torch.get_autocast_dtype(context.device) == torch.float16 and torch.is_autocast_enabled(context.device)
-        self._low = self._low or (low and torch.is_grad_enabled())
-        return result
 
     def _at_the_end(self) -> None:
         busiest = max(watched.steps for watched in self._watched)
         for watched in self._watched:
             watched.see_rates()
-            every = sum("schedule" in step for step in watched.life) >= watched.steps - 1
+            every = sum("schedule" in step for step in watched.life) >= max(2, watched.steps - 1)
             self._say(
                 watched,
+                watched.steps or busiest,
                 no_update=watched.waits_for is not None,
                 idle_optimizer=not watched.steps and watched.passes and busiest > 1,
                 schedule_counts_skips=every and {"skipped", "schedule"} in watched.life,

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from torch.utils.checkpoint import checkpoint
 
+from mpkit.casting import auto_mixed_precision
 from mpkit.diagnose import LoopReport, watch_loop
 from mpkit.diagnose.words import MISTAKES
 from mpkit.scalers import DynamicLossScaler, all_finite
@@ -90,6 +91,24 @@ class Case:
     def two(self) -> None:
         self.optimizers = [torch.optim.SGD(self.net[i].parameters(), 0.1) for i in (0, 2)]
         self.optimizer = self.optimizers[0]
+
+    def two_scalers(self) -> None:
+        self.two()
+        self.pairs = [(optimizer, Scaler("cpu", init_scale=2.0**10)) for optimizer in self.optimizers]
+        self.scaler = self.pairs[1][1]
+
+    def next_pair(self) -> None:
+        self.optimizer, self.scaler = self.pairs[0]
+        self.pairs.reverse()
+
+    def unused_ends(self) -> None:
+        every = nn.ModuleList([nn.Linear(2, 2), self.net, nn.Linear(2, 2)])
+        self.optimizers = [torch.optim.SGD(every.parameters(), 0.1)]
+        self.optimizer = self.optimizers[0]
+
+    @torch.no_grad()
+    def predict(self) -> None:
+        self.net(self.batch[0])
 
     # --- backward passes and steps of more than a line
 
@@ -209,11 +228,16 @@ WORDS: dict[str, Callable[[Case], Any]] = {
     "scaled_penalty": lambda c: c.penalty(lambda g: g),
     "unscaled_penalty": lambda c: c.penalty(lambda g: g * (1.0 / c.scaler.get_scale())),
     "by_hand": lambda c: (c.loss() * 1024).backward(),
+    "third_by_hand": lambda c: (c.loss() * 1024 / 3).backward(),
+    "no_gradient": lambda c: c.scaler.scale((c.loss() - 100).relu()).backward(),  # a hinge: the margin is kept
+    "no_gradient_plain": lambda c: (c.loss(torch.bfloat16) - 100).relu().backward(),
+    "flushed": lambda c: (c.loss() * 0.0).backward(),
     # what is done to gradients
     "clear": lambda c: c.optimizer.zero_grad(),
     "clear_all": lambda c: c.net.zero_grad(),
     "zeros": lambda c: c.optimizer.zero_grad(set_to_none=False),
     "zeros_by_hand": lambda c: c.change(lambda g: g.data.zero_()),
+    "zeros_if_inf": lambda c: c.net[0].weight.grad.isfinite().all() or c.say("zeros"),
     "zero_row": lambda c: c.net[0].weight.grad[0].zero_(),
     "unscale": lambda c: c.scaler.unscale_(c.optimizer),
     "unscale_by_hand": lambda c: c.change(lambda g: g.div_(1024)),
@@ -231,12 +255,18 @@ WORDS: dict[str, Callable[[Case], Any]] = {
     "update": lambda c: c.scaler.update(),
     "other_scaler": lambda c: setattr(c, "scaler", Scaler("cpu", init_scale=2.0**10)),
     "schedule_step": lambda c: c.schedule.step(),
+    "epoch_schedule": lambda c: c.batch is c.batches[-1] and c.schedule.step(),
     "cell_step": lambda c: c.cell(*c.batch),
+    "predict_inside": lambda c: c.inside(torch.float16, "predict"),
     "closure_in_float16": lambda c: c.closure(torch.float16),
     # before the loop; the first lets its first steps overflow
     "overflowing": lambda c: c.scaler.load_state_dict(c.scaler.state_dict() | {"scale": 2.0**20}),
     "scheduled": lambda c: setattr(c, "schedule", CosineAnnealingWarmRestarts(c.optimizer, 100)),
     "hooked": lambda c: [p.register_hook(lambda g: torch.nan_to_num(g)) for p in c.net.parameters()],
+    "clears_itself": lambda c: c.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad()),
+    "at_O2": lambda c: auto_mixed_precision(c.net, "O2", torch.float16),
+    "long": lambda c: c.batches.extend(c.batches * 3),
+    "short": lambda c: setattr(c, "batches", c.batches[:2]),
     "disabled": lambda c: setattr(c, "scaler", Scaler("cpu", enabled=False)),
 }
 Loop = tuple[str, str, str]  # the mistake, words before the loop, and the loop
@@ -278,6 +308,9 @@ WRONG: list[Loop] = [
     ("idle_optimizer", "two", "clear_all scaled step update"),
     ("scaled_penalty", "", "scaled_penalty step update clear"),
     ("no_scaler", "", "closure_in_float16"),
+    ("no_scaler", "at_O2", "clear float32 bare"),
+    ("no_scaler", "", "clear flushed clip bare"),
+    ("not_cleared", "unused_ends", "bfloat16 bare"),
 ]
 
 
@@ -302,6 +335,7 @@ def test_a_wrong_loop_is_named(mistake, before, loop, given):
     assert "step" in found.where
     assert "line" in found.where or found.mistake in ("no_update", "idle_optimizer", "schedule_counts_skips")
     assert found.mistake in str(report)
+    assert f"step {report.steps}," in found.where or mistake not in ("idle_optimizer", "schedule_counts_skips")
 
 
 def test_every_mistake_has_a_loop():
@@ -342,13 +376,23 @@ RIGHT: list[tuple[str, str]] = [
     ("gan", "critic_step"),
     ("scaler_of_mpkit", "clear scaled step_of_mpkit"),
     ("cell_of_mpkit", "cell_step"),
+    ("two_scalers", "next_pair clear_all scaled step update"),
+    ("long two_scalers", "next_pair clear_all scaled step update"),
+    ("", "clear no_gradient unscale clip step update"),
+    ("", "clear no_gradient_plain clip bare"),
+    ("overflowing", "clear scaled unscale zeros_if_inf step update"),
+    ("", "predict_inside clear bfloat16 bare"),
+    ("", "third_by_hand 3:unscale_by_hand 3:bare 3:clear"),
+    ("clears_itself", "bfloat16 bare"),
+    ("", "clear scaled unscale float32 step update"),
+    ("short overflowing scheduled", "clear scaled step update epoch_schedule"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize(("before", "loop"), RIGHT)
 def test_a_right_loop_has_no_finding(before, loop):
-    report = watched(Case(), loop, before, given="mpkit" in before)
+    report = watched(Case(), loop, before, given="mpkit" in before or "scalers" in before)
     assert report.findings == [], str(report)
     assert report.steps >= 2
     assert "no mistake" in str(report)
@@ -389,30 +433,35 @@ def test_wrong_loops_with_a_fused_optimizer(mistake, before, loop):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_the_loop_of_lightning_has_no_finding(precision, tmp_path):
+@pytest.mark.parametrize(("precision", "by_hand"), [("bf16-mixed", False), ("32-true", False), ("bf16-mixed", True)])
+def test_the_loop_of_lightning_has_no_finding(precision, by_hand, tmp_path):
     lightning = pytest.importorskip("lightning.pytorch", reason="pip install lightning: its loop is what is watched")
     c = Case()
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = c.net
+            self.net, self.automatic_optimization = c.net, not by_hand
 
         def training_step(self, batch: Any, _index: int) -> Tensor:
-            return F.cross_entropy(self.net(batch[0]), batch[1])
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            if by_hand:  # still inside the autocast of Lightning
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
 
         def configure_optimizers(self) -> Any:
             return [c.optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(c.optimizer, 1), "interval": "step"}]
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, precision=precision, max_epochs=1, accumulate_grad_batches=2,
-        gradient_clip_val=0.1, default_root_dir=tmp_path, **quiet,
+        accelerator="cpu", devices=1, precision=precision, max_epochs=1, accumulate_grad_batches=1 if by_hand else 2,
+        gradient_clip_val=None if by_hand else 0.1, default_root_dir=tmp_path, **quiet,
     )  # fmt: skip
     with watch_loop(c.net, c.optimizer) as report:
         trainer.fit(Module(), torch.utils.data.DataLoader(c.batches, batch_size=None))
-    assert (report.findings, report.steps) == ([], 3), str(report)
+    assert (report.findings, report.steps) == ([], 6 if by_hand else 3), str(report)
 
 
 @pytest.mark.filterwarnings("ignore")
