@@ -331,7 +331,7 @@ function render({ model, el }) {
 	const ready = (name) => (sent.get(name) ?? []).filter((b) => (b.index ?? index) === index && Object.keys(b.params).every((n) => b.moves.includes(n) || b.params[n] === get("state").params[n]));
 	function want(name) {
 		const { params, busy } = get("state"), have = ready((near = name)).flatMap((b) => b.values), key = [name, JSON.stringify(params), index, have.length].join();
-		if (gone || !root.isConnected || busy || key === wished || name === spec.index?.name) return;
+		if (!name || gone || !root.isConnected || busy || key === wished || name === spec.index?.name) return;
 		model.set("wish", { name, have, n: (wished = key) });
 		heard(() => model.save_changes());
 	}
@@ -444,7 +444,11 @@ function render({ model, el }) {
 	const slider = html(player, "input", { type: "range" }), output = html(player, "label"), typed = html(output, "input", { type: "number" });
 	set(fast, { "aria-label": "10× as fast", "aria-pressed": "false" });
 	on(slider, "input", () => go(+slider.value));
-	on(typed, "change", () => go(round(typed.value) - spec.index.first));
+	on(typed, "change", () => {
+		const good = typed.value && typed.checkValidity();
+		if (!gone) say(good ? get("message") : `This is a whole number from ${typed.min} to ${typed.max}.`);
+		if (good) go(typed.value - spec.index.first); else show(pos);
+	});
 	function keepPlayer() {
 		const { label = "", first = 0, count = 1 } = spec.index ?? {};
 		player.hidden = !spec.index;
@@ -527,7 +531,7 @@ function render({ model, el }) {
 	const spot = (e) => { const box = over.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top]; };
 	const panelAt = (x, y) => panels.find((p) => x >= p.left - 8 && x <= p.right + 8 && y >= p.top - 8 && y <= p.bottom + 8);
 	function draws(e) { // the pen: every step since the last position gets the value under the pointer
-		const [x, y] = spot(e), { p, m, stroke, last } = drag, to = clamp(round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
+		const [x, y] = spot(e), { stroke, last } = drag, p = panels[drag.at], m = p.marks.find((q) => q.type === "pen"), to = clamp(round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
 		for (let i = min(last ?? to, to); i <= max(last ?? to, to); i++) stroke[i] = v;
 		drag.last = to;
 		for (const q of panels.flatMap((r) => r.marks)) if (q.type === "pen" && q.name === m.name) Object.assign(q.y, stroke);
@@ -540,7 +544,7 @@ function render({ model, el }) {
 		const [x, y] = spot(e), p = panelAt(x, y), name = (ring ?? e.target).closest?.("[data-name]")?.dataset.name, m = p?.marks.find((q) => q.type === "pen");
 		if (!name && !m) return;
 		pause();
-		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { p, m, stroke: {}, panels };
+		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { at: panels.indexOf(p), m, stroke: {}, panels };
 		if (name && drag.m.axis !== "xy") drag.grab = drag.value - pulled(drag, x, y); // it moves by as much as the pointer does, also from beyond the edge
 		if (name) handles.get(name).g.focus(); else draws(e);
 		unhover();
@@ -587,11 +591,12 @@ function render({ model, el }) {
 			const line = html(form, "label", { "data-for": c.name });
 			html(line, "span", {}, raised(c.label));
 			const input = html(line, c.kind === "choice" ? "select" : "input", { type: c.kind, max: c.grid && c.grid.length - 1, "data-control": c.name, "aria-label": c.label });
-			for (const [text, value] of c.options ?? []) html(input, "option", { value }, text);
+			for (const [text, value] of c.options ?? []) html(input, "option", { value }, raised(text));
 			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number`, style: `width:${c.wide}ch` });
 			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "checkbox" ? input.checked : input.value);
 			on(input, c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); choose(c.name, value(), { set: { [c.name]: value() } }); });
-			if (box) on(box, "change", () => (box.value ? ask({ set: { [c.name]: +box.value } }, c.name) : (box.value = get("state").values[c.name])));
+			if (box) on(box, "change", () => (box.value ? ask({ set: { [c.name]: +box.value } }, c.name) : (say(`${c.label} is a number.`), (box.value = get("state").values[c.name]))));
+			if (box) on(box, "blur", () => away || waiting.length || rest || showState()); // a refused number goes
 		}
 		if (get("tries").length) html(tries, "span", {}, "Try:");
 		for (const text of get("tries")) press(tries, raised(text), () => ask({ press: text }, NaN));

@@ -66,6 +66,15 @@ def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
         gaps = "drawn = sorted(played.params['drawn'])\nprint(sum(b - a > 1 for a, b in zip(drawn, drawn[1:])))"
         assert told(gaps) == "1"  # two strokes, each whole
 
+        step, said = page.locator(".mpk-player input[type=number]").last, page.locator("[role=status] b").last
+        for typed, told_then in (("99999", "This is a whole number from 0 to 399."), ("2.5", "This is"), ("17", "")):
+            step.fill(typed)
+            step.press("Enter")
+            assert said.text_content().startswith(told_then)
+        opened.settled(2)
+        assert said.text_content() == ""
+        assert told("print(played.params['step'])") == "17"
+
         before = page.viewport_size
         page.set_viewport_size({"width": 900, "height": 1600})
         opened.settled(2)
