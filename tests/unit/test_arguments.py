@@ -19,12 +19,7 @@ def pair():
 
 def test_numpy_numbers_are_numbers():
     rate = np.float32(0.25)
-    for given, want in (
-        (rate, 0.25),
-        (np.float64(0.25), 0.25),
-        (np.int64(2), 2.0),
-        (np.array(0.25), 0.25),
-    ):
+    for given, want in ((rate, 0.25), (np.float64(0.25), 0.25), (np.int64(2), 2.0), (np.array(0.25), 0.25)):
         assert type(opt.SGD(pair(), given).param_groups[0]["lr"]) is float
         assert opt.SGD(pair(), given).param_groups[0]["lr"] == want
     listed = opt.SGD(pair(), np.array([0.5, 0.25], dtype=np.float32)).param_groups[0]["lr"]

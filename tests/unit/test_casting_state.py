@@ -18,15 +18,7 @@ from test_casting import CASTING_LEVELS, tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from mpkit.casting import (
-    LEVELS,
-    PRESETS,
-    auto_mixed_precision,
-    cast_like,
-    ledger,
-    remove_mixed_precision,
-    to_float,
-)
+from mpkit.casting import LEVELS, PRESETS, auto_mixed_precision, cast_like, ledger, remove_mixed_precision, to_float
 from mpkit.formats import BF16, E4M3FN, FP16
 from mpkit.rounding import round_to
 

@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from mpkit import optimizers as opt
-from mpkit.step import (
-    TrainOneStepCell,
-    TrainOneStepWithLossScaleCell,
-    WithLossCell,
-)
+from mpkit.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 from mpkit.step.phases import clip_
 
 

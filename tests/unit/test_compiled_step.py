@@ -9,14 +9,8 @@ import torch
 from torch import nn
 
 from mpkit import optimizers as opt
-from mpkit.boost import (
-    AutoBoost,
-    BoostTrainOneStepWithLossScaleCell,
-    FreezeOpt,
-)
-from mpkit.scalers import (
-    DynamicLossScaleUpdateCell,
-)
+from mpkit.boost import AutoBoost, BoostTrainOneStepWithLossScaleCell, FreezeOpt
+from mpkit.scalers import DynamicLossScaleUpdateCell
 from mpkit.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 
 

@@ -12,13 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpkit.boost.dim_reduce import (
-    DimReduce,
-    WeightSnapshots,
-    prepare_pca,
-    read_pca_rows,
-    write_pca_files,
-)
+from mpkit.boost.dim_reduce import DimReduce, WeightSnapshots, prepare_pca, read_pca_rows, write_pca_files
 from mpkit.boost.pca import read_snapshots
 from mpkit.step import TrainOneStepCell, WithLossCell
 

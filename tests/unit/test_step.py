@@ -17,13 +17,7 @@ from mpkit.scalers import (
     PolicyLossScaler,
     StaticLossScaler,
 )
-from mpkit.step import (
-    Hook,
-    ScaledStep,
-    TrainOneStepCell,
-    TrainOneStepWithLossScaleCell,
-    WithLossCell,
-)
+from mpkit.step import Hook, ScaledStep, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 
 OPTIMIZERS = {
     "torch SGD": lambda p: torch.optim.SGD(p, 0.05, fused=True),
