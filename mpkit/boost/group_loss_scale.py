@@ -15,6 +15,7 @@ from mpkit.policies.rule import in_float32
 from mpkit.scalers import LossScaleManager, Scale, all_finite, check_and_unscale_
 from mpkit.scalers.tensor_scale import several_processes
 from mpkit.step.distributed import agree_
+from mpkit.step.phases import device_of
 from mpkit.step.scaling import Scaling
 
 SHRINK = 2.0**-0.5  # two overflows halve the scale
@@ -120,8 +121,9 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
             check_kind("each of a group of loss_scale_groups", p, nn.Parameter, "an nn.Parameter")
         if len(set(map(id, listed))) < len(listed):
             raise ValueError("a parameter stands twice in the groups; list it once")
+        self.set_loss_scale_status(len(lists), self._init)  # which may refuse them
         self._groups = lists
-        self.set_loss_scale_status(len(lists), self._init)
+        self.to(device_of([*listed, self.table]))
 
     @property
     def scales(self) -> Tensor:
@@ -135,7 +137,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         scales = [check_number("each of init_loss_scale", each, open_low=True) for each in listed]
         if len(scales) != loss_scale_number or not all(low <= scale <= high for scale in scales):
             raise ValueError(f"need a scale in {low}..{high} for each of {loss_scale_number} groups, got {scales}")
-        device = next((p.device for group in self._groups for p in group), self.table.device)
+        device = device_of([*(p for group in self._groups for p in group), self.table])
         self.table = torch.tensor([1.0, *scales, 1.0], dtype=torch.float32, device=device)
         self.passed = torch.ones(2, len(self.table), dtype=torch.bool, device=device)
 
@@ -157,9 +159,8 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         """Multiply the scale of group `layer` (from 0) by `update_ratio`; -> () its new value, within the bounds."""
         if not 0 <= layer < len(self.scales):
             raise ValueError(f"layer must be in 0..{len(self.scales) - 1} (groups count from 0), got {layer}")
-        with torch.no_grad():
-            self.scales[layer].mul_(update_ratio).clamp_(self.min_scale, self.max_scale)
-        return self.scales[layer].clone()
+        ratio = check_number("update_ratio", update_ratio)
+        return self.scales[layer].mul_(ratio).clamp_(self.min_scale, self.max_scale).clone()
 
     def get_loss_scale(self) -> Any:
         """The initial scale, as it was given."""

@@ -50,6 +50,16 @@ def test_a_scale_changed_between_forward_and_backward_is_the_one_used() -> None:
     assert torch.equal(net.layers[0].weight.grad, true * 16)
 
 
+def test_groups_and_ratios_that_are_refused_change_nothing() -> None:
+    manager = chain(2, init=[2.0, 4.0])[0].manager
+    groups = manager.loss_scale_groups
+    with pytest.raises(ValueError, match="each of 1 groups"):
+        manager.loss_scale_groups = groups[:1]
+    with pytest.raises(ValueError, match="update_ratio"):
+        manager.update_loss_scale_status(0, math.nan)
+    assert (manager.loss_scale_groups, manager.scales.tolist()) == (groups, [2.0, 4.0])
+
+
 @pytest.mark.parametrize(("blame", "shrunk"), [("first", [0, 1, 0, 0]), ("every", [1, 1, 0, 0])])
 def test_an_overflow_is_blamed_on_the_group_where_it_began(blame: Any, shrunk: list[int]) -> None:
     net, x = chain(4, init=64.0, blame=blame)
