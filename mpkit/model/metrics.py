@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_kind
+
 
 class Metric:
     """A mean over all samples of a data set, summed on the device and read once at the end.
@@ -91,6 +93,7 @@ def metrics_from(given: Iterable[str] | Mapping[str, Metric] | None) -> dict[str
     """
     if given is None:
         return {}
+    check_kind("metrics", given, Iterable, "names, or a dict of names and metrics")
     if isinstance(given, Mapping):
         for name, metric in given.items():
             if not all(hasattr(metric, method) for method in ("clear", "update", "eval")):

@@ -128,18 +128,22 @@ class Model:
     ) -> None:
         """As `train`, with an evaluation after every `valid_frequency`-th epoch, or after the epochs listed there."""
         if check_count("epoch", epoch) <= check_count("initial_epoch", initial_epoch, low=0):
-            left = f"got {initial_epoch} and {epoch}: there is nothing left to train"
-            raise ValueError(f"need initial_epoch < epoch, {left}")
-        if not isinstance(valid_frequency, list | tuple | set | range):
+            raise ValueError(f"need initial_epoch < epoch, got {initial_epoch} and {epoch}: nothing is left to train")
+        if isinstance(valid_frequency, list | tuple | set):
+            valid_frequency = [check_count("each of valid_frequency", each, low=0) for each in valid_frequency]
+        elif not isinstance(valid_frequency, range):
             valid_frequency = range(0, epoch + 1, check_count("valid_frequency", valid_frequency))
         if valid_dataset is not None:
             self._need_metrics()
         if self.optimizer is None and not hasattr(self.train_network, "optimizer"):
             raise ValueError("training needs an optimizer: Model(network, loss_fn, optimizer), or a train cell")
+        check_kind("callbacks", callbacks, (Callback, Iterable), "a Callback or a list of them", optional=True)
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
         for callback in callbacks:
             check_kind("each of callbacks", callback, Callback, "a Callback (derive a class from it)")
-        check_kind("train_dataset", train_dataset, Iterable, "what gives batches, as a list or a DataLoader")
+        gives = "what gives batches, as a list or a DataLoader"
+        check_kind("train_dataset", train_dataset, Iterable, gives)
+        check_kind("valid_dataset", valid_dataset, Iterable, gives, optional=True)
         run = RunContext(self, epoch, length_hint(train_dataset) or None)
         self._loop = TrainingLoop(self, train_dataset, callbacks, run, valid_dataset, valid_frequency, initial_epoch)
         self._running = True

@@ -33,10 +33,8 @@ def set_random_state(state: dict[str, Any], loader: object = None) -> None:
     """The reverse of `random_state`. Raises ValueError where the loader holds another number of generators."""
     own, saved = generator_states(_samplers(loader)), state["loader"]
     if len(own) != len(saved):
-        raise ValueError(
-            f"the data set of the checkpoint held {len(saved)} random generators, this one holds {len(own)}; resume "
-            "with the data set that the run was started with"
-        )
+        held = f"the data set of the checkpoint held {len(saved)} random generators, this one holds {len(own)}"
+        raise ValueError(f"{held}; resume with the data set that the run was started with")
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

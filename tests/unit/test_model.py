@@ -12,28 +12,13 @@ import pytest
 import torch
 from support import assert_same
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    TensorDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
 
 from mpkit import optimizers
 from mpkit.model import METRICS, Callback, Checkpoint, LossMonitor, Metric, Model, ProgressBar
 from mpkit.policies import preset
-from mpkit.scalers import (
-    DynamicLossScaleManager,
-    FixedLossScaleManager,
-    PolicyLossScaler,
-)
-from mpkit.step import (
-    Hook,
-    TrainOneStepWithLossScaleCell,
-    WithLossCell,
-)
+from mpkit.scalers import DynamicLossScaleManager, FixedLossScaleManager, PolicyLossScaler
+from mpkit.step import Hook, TrainOneStepWithLossScaleCell, WithLossCell
 
 
 def network(seed=0):
@@ -117,6 +102,17 @@ def test_fit_evaluates_after_some_epochs_and_the_monitor_says_so(epochs, every, 
     model().fit(epochs, loader(2), loader(1), valid_frequency=every, callbacks=[LossMonitor(3)])
     lines = [line.replace("result: epoch ", "").split(",")[0] for line in capsys.readouterr().out.splitlines()]
     assert lines == printed
+
+
+@pytest.mark.parametrize("wrong", [{"valid_dataset": 5}, {"valid_frequency": ["a"]}, {"callbacks": 5}], ids=str)
+def test_a_wrong_argument_is_named_before_anything_is_trained(wrong):
+    made = model()
+    before = weights(made)
+    with pytest.raises(TypeError, match=f"{min(wrong)} must be"):
+        made.fit(1, loader(1), **{"valid_dataset": loader(1), **wrong})
+    assert torch.equal(weights(made), before)
+    with pytest.raises(TypeError, match="metrics must be"):
+        model(metrics=5)
 
 
 def test_a_nan_loss_stops_a_run_without_scaling_and_is_skipped_with_it():
