@@ -9,7 +9,7 @@ steps (one step or many, on any device) a float32 tensor, with no host read. A l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -256,8 +256,12 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
     >>> piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01])
     [0.1, 0.1, 0.05, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01, 0.01]
     """
+    for name, given in (("milestone", milestone), ("learning_rates", learning_rates)):
+        check_kind(name, given, Collection, "a list")
+    if len(milestone) != len(learning_rates):
+        raise ValueError(f"need one rate per milestone, got {len(milestone)} milestones, {len(learning_rates)} rates")
     rates: list[float] = []
-    for step, rate in zip(milestone, learning_rates, strict=True):
+    for step, rate in zip(milestone, learning_rates):
         if (end := _counted("milestone", step)) < len(rates):
             raise ValueError(f"milestones must not decrease, got {list(milestone)}")
         rates += [check_float("learning_rates", rate, low=-math.inf)] * (end - len(rates))

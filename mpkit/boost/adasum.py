@@ -179,10 +179,8 @@ class AdaSum(nn.Module):
         world, here = dist.get_world_size(process_group), dist.get_rank(process_group)
         _need_power_of_two(group_number)
         if device_number < 1 or device_number * group_number != world or rank != here:
-            raise ValueError(
-                f"need device_number x group_number = {world} processes and rank {here}, this process's, got "
-                f"{device_number} x {group_number} and rank {rank}"
-            )
+            need = f"device_number x group_number = {world} processes and rank {here}, this process's"
+            raise ValueError(f"need {need}, got {device_number} x {group_number} and rank {rank}")
         self.rank, self.device_number, self.group_number = rank, device_number, group_number
         self.exchange, self.eps, self.weights = exchange, eps, tuple(parameter_tuple)
         every: list[Any] = [None] * world

@@ -96,10 +96,8 @@ class DimReduce(nn.Module):
         check_kind("pca_mat_local", pca_mat_local, (np.ndarray, Tensor), "an array or a tensor")
         size, rows = sum(w.numel() for w in self.weights), torch.as_tensor(pca_mat_local)
         if rows.shape != (own := self.block.stop - self.block.start, size):
-            raise ValueError(
-                f"pca_mat_local must have {own} rows ({n_components} components, rank {rank} of {rank_size}) of "
-                f"{size} weights, got {tuple(rows.shape)}"
-            )
+            need = f"{own} rows ({n_components} components, rank {rank} of {rank_size}) of {size} weights"
+            raise ValueError(f"pca_mat_local must have {need}, got {tuple(rows.shape)}")
         self._network = (network,)  # a tuple: the network's state stays out of this module's
         self.rho, self.gamma, self.alpha, self.sigma = rho, gamma, alpha, sigma
         self.rank, self.rank_size, self._group = rank, rank_size, process_group

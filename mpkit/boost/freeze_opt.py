@@ -197,8 +197,7 @@ def _parts_of(groups: Sequence[Any]) -> list[list[Tensor]]:
 
 def _checked_strategy(strategy: Sequence[int] | Tensor, groups: int) -> list[int]:
     if isinstance(strategy, Tensor) and (strategy.ndim, strategy.dtype) != (1, torch.int32):
-        came = f"{strategy.dtype} of shape {tuple(strategy.shape)}"
-        raise ValueError(f"a train_strategy tensor must be 1-D int32, got {came}")
+        raise ValueError(f"a train_strategy tensor must be 1-D int32, got {strategy.dtype}, {tuple(strategy.shape)}")
     indices = strategy.tolist() if isinstance(strategy, Tensor) else strategy
     check_kind("train_strategy", indices, (list, tuple), "a list, a tuple or a tensor")
     if not indices or not all(is_whole(index) and 0 <= index < groups for index in indices):

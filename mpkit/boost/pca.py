@@ -98,10 +98,8 @@ def pca_matrix(
     draws = generator if isinstance(generator, np.random.RandomState) else np.random.default_rng(generator)
     data = np.array(data, dtype=np.float64)
     if data.ndim != 2 or n_components > min(data.shape):
-        raise ValueError(
-            f"{n_components} components need as many samples (rows) and weights (columns), got an array of "
-            f"{data.shape}; record more snapshots or take fewer components"
-        )
+        need = f"{n_components} components need as many samples (rows) and weights (columns)"
+        raise ValueError(f"{need}, got {data.shape}; record more snapshots or take fewer components")
     if n_components == data.shape[0]:
         noise = f"{n_components} components of {n_components} samples: the last one is noise; record one more snapshot"
         warnings.warn(noise, stacklevel=3)

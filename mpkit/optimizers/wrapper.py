@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 
-from mpkit.arguments import Positive, checked
+from mpkit.arguments import Positive, check_function, checked
 from mpkit.optimizers.arguments import Trainer
 from mpkit.optimizers.base import PATCHES, TOLD, Closing, Loss, Optimizer
 from mpkit.optimizers.update import Many, Update
@@ -124,15 +124,16 @@ class LARS(Wrapper):
     @checked
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: TorchOptimizer,
         epsilon: Positive = 1e-5,
         coefficient: Positive = 0.001,
         use_clip: bool = False,
         lars_filter: Callable[[NamedParameter], bool] = not_norm_or_bias,
     ) -> None:
-        if optimizer.decays_itself:
+        if not isinstance(optimizer, Optimizer) or optimizer.decays_itself:
             came = type(optimizer).__name__
-            raise TypeError(f"LARS wraps an optimizer that adds decay to the gradient, such as Momentum, got {came}")
+            raise TypeError(f"LARS wraps an mpkit optimizer that adds decay to gradients, such as Momentum, got {came}")
+        check_function("lars_filter", lars_filter, "a function of a parameter and its name")
         rates = [group["lr"] for group in optimizer.param_groups]
         if use_clip and optimizer.rates_grouped and any(isinstance(rate, LearningRateSchedule) for rate in rates):
             raise ValueError("use_clip does not go together with rates that differ by group and change with the step")

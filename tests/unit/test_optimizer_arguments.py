@@ -25,6 +25,7 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
     ("params none", lambda: opt.Adam(None), ValueError),
     ("params empty", lambda: opt.Adam([]), ValueError),
     ("params one tensor", lambda: opt.Adam(P[0]), TypeError),
+    ("params a set", lambda: opt.Momentum({P[0]}, 0.1, 0.9), TypeError),
     ("params mixed", lambda: opt.Adam([P[0], {"params": [P[1]]}]), TypeError),
     ("params integer", lambda: opt.Adam([torch.ones(2, dtype=torch.int32)]), TypeError),
     ("one parameter twice", lambda: opt.Adam([{"params": [P[0]]}, {"params": [P[0]]}]), RuntimeError),
@@ -43,6 +44,7 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
     ("lr lists unequal", lambda: opt.SGD([{"params": [P[i]], "lr": [0.1] * (i + 1)} for i in (0, 1)]), ValueError),
     ("decay negative", lambda: opt.Adam([P[0]], weight_decay=-1.0), ValueError),
     ("decay function for SGD", lambda: opt.SGD([P[0]], weight_decay=lambda step: 0.1), TypeError),
+    ("group decay for SGD", lambda: opt.SGD([{"params": P, "weight_decay": lambda step: 0.1}]), TypeError),
     ("loss scale 0", lambda: opt.Adam([P[0]], loss_scale=0), ValueError),
     ("option unknown", lambda: opt.Adam([P[0]], foreach=True), TypeError),
     ("faithful 1", lambda: opt.Adam([P[0]], faithful=1), TypeError),
@@ -60,6 +62,7 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
     ("adafactor warmup", lambda: opt.AdaFactor([P[0]], 0.1, relative_step=False, warmup_init=True), ValueError),
     ("adafactor lr of a group", lambda: opt.AdaFactor([{"params": [P[0]], "lr": 0.1}]), ValueError),
     ("lars of torch", lambda: opt.LARS(torch.optim.SGD(P, 0.1)), TypeError),
+    ("lars filter 3", lambda: opt.LARS(opt.SGD(P), lars_filter=3), TypeError),
     ("lars of lamb", lambda: opt.LARS(opt.Lamb(P, 0.1)), TypeError),
     (
         "lars clip with a changing group",
@@ -75,6 +78,12 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
 def test_bad_input_is_refused_with_the_kind_of_the_reference(call, error):
     with pytest.raises(error):
         call()
+
+
+@pytest.mark.parametrize("inside", [torch.optim.SGD, lambda p: opt.LARS(opt.SGD(p))])
+def test_lars_says_what_it_wraps(inside):
+    with pytest.raises(TypeError, match="LARS wraps an mpkit optimizer"):
+        opt.LARS(inside(P))
 
 
 # optimizer: its number -> the ends of its range that belong to it, and those that do not

@@ -170,6 +170,12 @@ BAD: dict[type[Exception], list[Callable[[], Any]]] = {  # what one wrong argume
 }
 
 
+@pytest.mark.parametrize("steps", [2, [2]])
+def test_milestones_and_rates_are_lists_of_one_length(steps):
+    with pytest.raises((TypeError, ValueError), match=r"^milestone must be a list|got 1 milestones, 2 rates"):
+        s.piecewise_constant_lr(steps, [0.1, 0.2])
+
+
 @pytest.mark.parametrize(("error", "call"), [(error, call) for error, calls in BAD.items() for call in calls])
 def test_bad_input_is_refused(error, call):
     with pytest.raises(error):
