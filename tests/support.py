@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import io
 import json
@@ -9,8 +10,9 @@ import multiprocessing
 import os
 import pickle
 import time
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,21 @@ def in_processes(worker: Callable[..., None], *args: Any, count: int = 2) -> Non
             for process in started.processes:
                 process.kill()
             raise TimeoutError(f"{worker.__name__} did not end in {count} processes")
+
+
+def openings() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """("lesson: the call", what makes it anew) of every view that a cell of a lesson shows."""
+    for path in LESSONS:
+        known: dict[str, Any] = {}
+        for cell in json.loads(path.read_text("utf-8"))["cells"]:
+            tree = ast.parse("".join(cell["source"])).body if cell["cell_type"] == "code" else []
+            for node in (n for n in tree if isinstance(n, ast.ImportFrom) and n.module.startswith("mpkit.lessons.")):
+                known |= {a.asname or a.name: getattr(import_module(node.module), a.name) for a in node.names}
+            call = getattr(tree[-1], "value", None) if tree else None
+            maker = known.get(call.func.id) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
+            if hasattr(maker, "controls"):
+                given = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+                yield f"{path.stem}: {ast.unparse(call)}", partial(maker, **given)
 
 
 def golden_files(folder: str) -> list[Path]:

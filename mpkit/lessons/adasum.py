@@ -77,9 +77,10 @@ def pair(see: Sheet, a=2.0, b=1.5, angle=60) -> None:
     plane = see.panel(title="two updates: drag a and b", x=x, y=y, equal=True)
     x, y = linear("angle between a and b, degrees", 0, 180, 6), linear("length of the result", 0, 6.2, 6)
     over = see.panel(0, 1, title="length over the angle", x=x, y=y)
-    for name, (across, up), length in (("a", first.tolist(), a or 1), ("b", second.tolist(), b or 1)):
+    turn = math.radians(angle)
+    for name, (across, up), dx, dy in (("a", first, 0, 18), ("b", second, -18 * math.sin(turn), -18 * math.cos(turn))):
         plane.line([0, up], [0, across], width=4)
-        plane.text(name, across, up, color="own", size=14, halo=True, dx=18 * across / length, dy=-18 * up / length)
+        plane.text(name, across, up, color="own", size=14, halo=True, dx=dx, dy=dy)  # beside the tips: they may meet
     angles = np.arange(0, 181, 5)
     for rule, vector in results.items():
         across, up = vector.tolist()

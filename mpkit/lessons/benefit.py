@@ -93,8 +93,8 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
     see.grid(360, 900)
     see.idle = {"again"} if network == "mlp" else set()
     most = 1.15 * max(whole.max(), limit if limit < 2.5 * whole.max() else 0) / unit
-    panel = see.panel(title="kept during a training step", x=linear(word, 0, most, 6), y=names(WAYS, down=True),
-                      pad=[28, 20, 44, 80])  # fmt: skip
+    y = names(WAYS, down=True) | ({"hi": -1.1} if limit / unit >= most else {})  # room for the card's words
+    panel = see.panel(title="kept during a training step", x=linear(word, 0, most, 6), y=y, pad=[28, 20, 44, 80])
     before = np.zeros(len(WAYS))
     for part, (color, hatch) in PARTS.items():
         here = np.array([parts[part] for parts in kept.values()]) / unit

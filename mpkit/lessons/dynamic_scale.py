@@ -134,12 +134,13 @@ def dynamics(
     layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)][last_row(trace)]
     main = _main(see, used, top, low, high, ring, finite, {"decision": reasons, "largest gradient": layers})
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
-    grip: dict[str, Any] = {"slope": -1, "cross": low + 0.12 * (high - low), "stem": True, "note": f"window {window}"}
+    note = f"window {window}{': further left' * (window > 60)}"
+    grip: dict[str, Any] = {"slope": -1, "cross": low + 0.12 * (high - low), "stem": True, "note": note}
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
     grip = {"base": used, "log2": True, "stem": True, "cross": 4, "step": 0.25, "note": f"× {factor:.4g}"}
     main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", **grip)
-    below = ", below this picture" if floor < low else ""
-    main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}{below}")
+    note = f"floor {power_of_two(floor)}{', below' * (floor < low)}"
+    main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=note)
     gradients(see, (0, 1), trace, scale)
     _whole(see, used, top, finite, low, high, step, start)
 
@@ -226,7 +227,7 @@ def sweep(see: Sheet, run="gpt_sums", own="", start=16, figure="lost") -> None:
     Numbers: `lost time skipped`, each (factors, windows).
     """
     grids, (title, told) = swept(run, own, start), FIGURES[figure]
-    grid, lost = grids[figure], grids["lost"]
+    grid, least = grids[figure], ""
     see.grid(400)
     see.idle = {"run"} if own else set()
     texts = [f"{v:.1f}" if v == 0 or v >= 0.05 else "< 0.1" for v in grid.flat]
@@ -234,13 +235,15 @@ def sweep(see: Sheet, run="gpt_sums", own="", start=16, figure="lost") -> None:
     panel = see.panel(title=title, x=x, y=y, pad=[28, 14, 42, 60])
     cells = [f"factor {f}, window {w}" for f in FACTORS for w in WINDOWS]
     panel.cells(grid, texts, names=cells, label="cell", quiet=True)
-    rows, cols = np.nonzero(np.round(lost, 1) == np.round(lost.min(), 1))  # as the cells tell it
-    look: dict[str, Any] = {"edge": "normal", "width": 3, "label": "least training signal lost"}
-    panel.boxes(cols - 0.47, rows - 0.47, cols + 0.47, rows + 0.47, **look)
-    pairs = "pair" if len(rows) == 1 else f"{len(rows)} pairs"
+    if figure == "lost":  # the least time is that of most cells
+        rows, cols = np.nonzero(np.reshape(texts, grid.shape) == texts[grid.argmin()])  # as the cells tell it
+        look: dict[str, Any] = {"edge": "normal", "width": 3, "label": "least training signal lost"}
+        panel.boxes(cols - 0.47, rows - 0.47, cols + 0.47, rows + 0.47, **look)
+        pairs = "pair" if len(rows) == 1 else f"{len(rows)} pairs"
+        least = f" The least is lost with the {pairs} with the frame: {texts[grid.argmin()]} %."
     see.say(
         f"{Path(own).stem if own else capital(RUNS[run])}, started at 2^{start}. From {{low}} to {{high}} {told}, by "
-        f"factor and window. The least training signal is lost with the {pairs} with the frame: {lost.min():.1f} %.",
+        f"factor and window.{least}",
         low=round(float(grid.min()), 1), high=round(float(grid.max()), 1), **dict[str, Any](grids),
     )  # fmt: skip
 

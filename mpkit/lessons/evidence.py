@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -135,9 +136,12 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
         walk = f"Step {born + 1} of {len(stops)}, {what}, is the first with a value that is not finite"
     elif report.verdict != "healthy":
         walk += "; the gradient of a parameter is not (no bar shows it)"
+    whole = f"Training {training} at scale 2^{scale} in {dtype}: {' '.join(told)} {works}. {walk}."
     see.say(
-        f"Training {training} at scale 2^{scale} in {dtype}: {' '.join(told)} {works}. {walk}.",
-        report=report, stops=stops, born=born, bars=bars,
+        f"Step {{at}}, {{what}}: {{passes}}. {whole}",
+        at=np.arange(1, len(stops) + 1), what=[stop.called for stop in stops], stored=whole, report=report, stops=stops,
+        passes=[f"{s.bad} of {s.many} inf or NaN" if s.bad else f"{s.dtype}, up to {s.high:.3g}" for s in stops],
+        born=born, bars=bars,
     )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """*Your own experiment*: choose cells, watch runs arrive, stop and go on."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ def recorded() -> Results:
 
 
 own_folder = cache(temporary)  # the runs of this kernel lie there until it ends
+finished = defaultdict[Path, set[tuple[str, int]]](set)  # cell and seed of the runs in a folder
 
 
 def chosen(left_out: list[int]) -> dict[str, dict[str, Any]]:
@@ -58,17 +61,19 @@ def running(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Make what is missing of the chosen cells, one run after the other; what was made before is kept."""
     given = now()
     name, cells, seeds = given["network"], chosen(given["left_out"]), given["seeds"]
-    asked: dict[str, Any] = {"baseline": "float32", "folder": own_folder() / name, "progress": lambda *_: False}
+    folder = own_folder() / name
+    asked: dict[str, Any] = {"baseline": "float32", "folder": folder, "progress": lambda *_: False}
     while True:
         found = experiment(NETWORKS[name], cells, seeds=seeds, **asked)
-        yield {"results": found, "made": name, "progress": 1 - missing(found, list(cells), seeds) / len(cells) / seeds}
+        finished[folder] |= ended(found)
+        yield {"results": found, "made": name, "progress": len(ended(found)) / len(cells) / seeds}
         if not found.stopped:
             return
 
 
-def missing(results: Results | None, cells: list[str], seeds: int) -> int:
-    """Runs that are not finished."""
-    return len(cells) * seeds - sum(seed < seeds for name in cells for seed in accuracies(results, name))
+def ended(results: Results | None) -> set[tuple[str, int]]:
+    """Cell and seed of the runs that ended well."""
+    return {(name, seed) for name in CELLS for seed in accuracies(results, name)}
 
 
 def accuracies(results: Results | None, name: str) -> dict[int, float]:
@@ -90,12 +95,15 @@ def own_experiment(
     A press on a row chooses its cell or leaves it out. Stop ends after the current run, and Run goes on with the
     missing runs; a run is made once, whatever cells and seeds are chosen later. Of the recorded runs the first
     `recorded_seeds` are shown. `left_out` are the numbers of the cells that are not ticked. Numbers: `results`, and
-    `left`, the runs that Run would make.
+    `left`, the runs that Run would make: those made since the kernel started are not made again.
     """
     cells, shown = chosen(left_out), results or recorded().first(recorded_seeds)
-    left = missing(results if made == network else None, list(cells), seeds)
+    asked = {(name, seed) for name in cells for seed in range(seeds)}
+    left = len(asked - finished[own_folder() / network])
+    again = "" if made == network and asked <= ended(results) else "Show your runs"
     see.idle = {"recorded_seeds"} if results else set()
-    see.buttons = ({"Run": running} if left else {}) | ({"Show recorded runs": {"results": None}} if results else {})
+    see.buttons = {"Run": running} if left else {again: running} if again else {}
+    see.buttons |= {"Show recorded runs": {"results": None}} if results else {}
     values = {name: accuracies(shown, name) if name in cells else {} for name in CELLS}
     ends = {name: shown.interval(name, "accuracy") if runs else (math.nan,) * 3 for name, runs in values.items()}
     see.grid(398)
@@ -111,7 +119,8 @@ def own_experiment(
     verdicts = shown.summary("accuracy")["verdict"]
     found = "; ".join(f"{n} {ends[n][1]:.1f}, {verdicts[n]}" if n in verdicts else f"{n} not yet" for n in cells)
     many = f"{network}, {len(cells)} settings, {counted(seeds, 'seed')}"
-    make = f"Press Run to train {counted(left, 'network')} ({many})." if left else f"All runs of {network} are made."
+    made_all = f"All runs of {network} are made.{f' Press {again}.' if again else ''}"
+    make = f"Press Run to train {counted(left, 'network')} ({many})." if left else made_all
     see.say(f"{title}. Accuracy in percent: {found}. {make}", results=shown, left=left)
     see.rows = [
         {"cell": name, "runs": len(values[name])}

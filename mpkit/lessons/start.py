@@ -21,12 +21,13 @@ class SteeredScaler(LossScaler):
     """A loss scaler whose policy is asked for anew before every step, so that it can be steered while it runs."""
 
     def __init__(self, policy: Callable[[], ScalePolicy], kicked: Callable[[], int] = lambda: 0) -> None:
-        self._policy, self._kicked, self._done = policy, kicked, kicked()
+        self._policy, self._kicked, self._done = policy, kicked, 0
         self._state: ScaleState = initial(policy())
         self.scale_value = torch.tensor(self._state.scale, dtype=torch.float32)
 
     def adjust(self, grads_finite: Tensor) -> bool:
-        """One step of the policy as it is now; then what was asked for by hand, powers of two: `kicked` in all."""
+        """One step of the policy as it is now; then what was asked for by hand, powers of two: `kicked` in all, those
+        before the first step among them."""
         self._state, _ = advance(self._policy(), self._state, bool(grads_finite))
         kick, self._done = self._kicked() - self._done, self._kicked()
         if kick:  # the running step is over: its gradients were divided by what multiplied its loss
@@ -82,6 +83,7 @@ def live(
         panel.handle("y", "floor", floor, *FLOOR, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
 
     low = f", floor 2^{floor}" if hand else ""
+    low += f", moved by hand by 2^{kicks}" if kicks else ""
     settings = f"Set to {level} in {computed(level, dtype)}, start 2^{start}, factor {factor}, window {window}{low}."
     now = f"{told(run)}." if run else "Press Train; what you move then acts on the running training."
     grey = "" if run else " Grey: another training of this network, recorded with momentum and window 50."

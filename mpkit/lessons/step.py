@@ -118,7 +118,7 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
     y["ticks"] = [[LOW, "0"], *(t for t in y["ticks"] if -24 <= t[0] <= 32), [HIGH, "inf, NaN"]]
     title = "the largest value on its way through one training step"
     panel = see.panel(title=title, x=names(PLACES, bare=False), y=y)
-    panel.span("y", 16, HIGH - 2, "overflow/0.14", "too large for float16", dy=64)
+    panel.span("y", 16, HIGH - 2, "overflow/0.14", "too large\nfor float16", anchor="end", dy=20)
     panel.span("y", LOW - 1, -25, "zero/0.14", "zero in float16")
     bad_at = [i for i, p in enumerate(walk.phases[:7]) if p.bad and not (i == 6 and walk.skipped)]
     at = exponents(np.nan_to_num([p.largest for p in walk.phases], nan=math.inf), LOW, HIGH)

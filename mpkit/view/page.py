@@ -16,6 +16,7 @@ from mpkit.view import ahead
 from mpkit.view.controls import Stroke
 from mpkit.view.sheet import ROLES
 from mpkit.view.still import static_bundle
+from mpkit.view.words import raised
 
 AT_MOST = 400
 """Places of a control whose pictures travel ahead: those around the present one."""
@@ -126,7 +127,8 @@ class Page(AnyWidget):
                 "progress": view.progress,
                 "params": self._params(),
             }
-            self.rows = view.table() if self._table else []
+            rows = view.table() if self._table else []
+            self.rows = [{k: raised(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows]
 
     def _params(self) -> dict[str, int]:
         """A short name for the value of each parameter but the step: a picture holds while they are the same."""

@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from mpkit.view.answers import alone, aside, number, plain, precision, read, same
-from mpkit.view.words import topics, words
+from mpkit.view.words import raised, topics, words
 
 
 def predict(topic: str, name: str) -> Any:
@@ -39,7 +39,7 @@ def predict(topic: str, name: str) -> Any:
     from mpkit.view.page import Stored
 
     asked, status, pressed = _of(topic, "predict", name), HTML(), list[str]()
-    answers = {letter: f"({letter}) {text}" for letter, (text, _) in zip("abcdefgh", asked["choices"])}
+    answers = {letter: f"({letter}) {raised(text)}" for letter, (text, _) in zip("abcdefgh", asked["choices"])}
     layout = {"width": "auto", "max_width": "860px", "height": "auto"}
     buttons = {letter: Button(description=text, layout=layout) for letter, text in answers.items()}
 
@@ -51,8 +51,9 @@ def predict(topic: str, name: str) -> Any:
     for letter, button in buttons.items():
         button.add_class("mpk-choice")
         button.on_click(lambda _, letter=letter: press(letter))
-    prompt = HTML(f"<style>{_CHOICES}</style><b>Predict.</b> {escape(asked['ask'])}")
-    text = "\n  ".join([f"Predict: {asked['ask']}", *answers.values()])
+    ask = raised(asked["ask"])
+    prompt = HTML(f"<style>{_CHOICES}</style><b>Predict.</b> {escape(ask)}")
+    text = "\n  ".join([f"Predict: {ask}", *answers.values()])
     return Stored(text, prompt, *buttons.values(), status)
 
 
@@ -66,7 +67,7 @@ _CHOICES = (
 def told(prediction: Mapping[str, Any], first: str, now: str) -> str:
     """What is said when `now` was chosen, and `first` was the first choice of all: the truth, to whoever predicted."""
     right = prediction["right"]
-    tells = {letter: word for letter, (_, word) in zip("abcdefgh", prediction["choices"])}
+    tells = {letter: raised(word) for letter, (_, word) in zip("abcdefgh", prediction["choices"])}
     if now != first:
         return f"Your prediction was ({first}). Of ({now}): {'right. ' if now == right else ''}{tells[now]}"
     if now == right:
@@ -91,7 +92,7 @@ def judge(topic: str, function: Callable[..., Any], name: str = "") -> None:
     """
     if not callable(function):
         raise TypeError(f"judge needs the function that you wrote, got {function!r}: leave its parentheses out")
-    print(judged(_of(topic, "tasks" if name else "task", name), function)[1])
+    print(raised(judged(_of(topic, "tasks" if name else "task", name), function)[1]))
 
 
 def _of(topic: str, kind: str, name: str = "") -> dict[str, Any]:
@@ -107,15 +108,15 @@ def verdict(topic: str, name: str, value: object = None) -> tuple[bool | None, s
     """(right or wrong or None when nothing was answered, the sentence)."""
     question = _of(topic, "question", name)
     if value is None:
-        return None, f"Question: {question['ask']}"
+        return None, f"Question: {raised(question['ask'])}"
     truth, rel = question["truth"], precision(value, question.get("rel", 1e-9))
     given = read(value, truth)
     if same(given, truth, rel):
-        return True, "Right. " + question["right"].format(truth=truth)
+        return True, "Right. " + raised(question["right"].format(truth=truth))
     for wrong, sentence in question.get("hints", ()):
         if _meant(given, wrong, rel):
-            return False, "Not yet. " + sentence
-    return False, f"Not yet. {aside(given, truth, rel)}{question['hint']}"
+            return False, "Not yet. " + raised(sentence)
+    return False, f"Not yet. {aside(given, truth, rel)}{raised(question['hint'])}"
 
 
 def _meant(given: Any, wrong: Any, rel: float) -> bool:

@@ -54,8 +54,9 @@ def static_bundle(picture: bytes, sentence: str) -> dict[str, Any]:
     image.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(out, "png", optimize=True)
     data, alt = base64.b64encode(out.getvalue()).decode(), html.escape(sentence)
     shown = f'<img alt="{alt}" src="data:image/png;base64,{data}" style="max-width:100%">'
+    shown += f"<figcaption>{raised(alt)}</figcaption>"
     return {
-        "text/html": f'<figure class="mpk-still" style="margin:0">{shown}<figcaption>{alt}</figcaption></figure>',
+        "text/html": f'<figure class="mpk-still" style="margin:0">{shown}</figure>',
         "image/png": data,
         "text/plain": sentence,
     }

@@ -63,12 +63,13 @@ class View:
         self.maker, self.lock, self.listeners = maker, threading.RLock(), list[Callable[[], None]]()
         self.params, self.message, self.drawings = dict(maker.defaults), "", 0
         self.busy, self.progress = False, 0.0
-        self.tries: list[dict[str, Any]] = words(maker.__module__).get("tries", {}).get(maker.__name__, [])
         self._worker: threading.Thread | None = None
         self._stop = threading.Event()
         self.sheet = Sheet()
         self._show(self.asked(given, self.params))
         self.opened = self.params
+        told = words(maker.__module__).get("tries", {}).get(maker.__name__, [])
+        self.tries = [one for one in told if one.get("when", {}).items() <= self.opened.items()]
 
     # ---- what the reader does
     def set(self, **changed: Any) -> None:
@@ -82,7 +83,8 @@ class View:
     def press(self, label: str) -> None:
         """Press the button of that label. Raises ValueError if there is none, or if what it does is refused.
 
-        Reset gives the opening parameters, one of the `tries` these with some of them changed.
+        Reset gives the opening parameters, one of the `tries` these with some of them changed. A try is offered where
+        the view was opened as its `when` says, or always without one.
         """
         opening = {"Reset": {}} | {told["say"]: told["set"] for told in self.tries}
         if label == "Stop":

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browser import CHROMIUM, LOOK, QUIET
-from scenes import page, views
+from scenes import page
+from support import openings
 
 from mpkit.view.page import Page
 
@@ -26,10 +27,10 @@ THEMES = {  # where a page stands -> its html, its body, its colour
 
 
 def shown():
-    """(name, page) of every view and of all that its words ask to try, with its table."""
-    for name, maker in views():
-        for label in ("Reset", *(attempt["say"] for attempt in maker().tries)):
-            view = maker()
+    """(name, page) of every view as its lesson opens it, and of all that it asks to try there, with its table."""
+    for name, make in openings():
+        for label in ("Reset", *(attempt["say"] for attempt in make().tries)):
+            view = make()
             view.press(label)
             page = Page(view)
             page.ask({"table": True})
