@@ -89,8 +89,7 @@ def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> W
     layers = tuple(n for n, m in network.named_modules() if any(True for _ in m.parameters(recurse=False)))
     if not 0 <= kept <= len(layers):
         raise ValueError(f"the {kind} has {len(layers)} layers, got layer {kept}")
-    low = get_format(fmt)
-    (cast_like if level in PRESETS else auto_mixed_precision)(network, level, low)
+    (cast_like if level in PRESETS else auto_mixed_precision)(network, level, get_format(fmt))
     if kept:
         to_float(network.get_submodule(layers[kept - 1]), torch.float32)
     with ledger(network, count=True, keep=True) as book:

@@ -15,7 +15,7 @@ from mpkit.replay import ceilings, flushed
 from mpkit.replay import sweep as every_pair
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, exponents, fitted, linear, log2, names, power_of_two, view
 from mpkit.view.parts import gradients, last_row, prediction, tenths
-from mpkit.view.words import capital
+from mpkit.view.words import capital, counted
 
 RUNS = {
     "mlp_digits": "perceptron on digits, healthy",
@@ -149,10 +149,9 @@ def dynamics(
     bearable = np.maximum(ceiling, 2.0**-60)
     headroom = np.log2(bearable / scale)
     side = np.where(scale > ceiling, "above the ceiling", "below the ceiling")
-    bound, share = "{side}", ""
-    if ceiling.min() > 0:
-        bound = "the ceiling {top:2^}, the headroom {headroom:.1f} bits"
-        share = " At this scale {empty} % of this step's gradient values are zero (in float32 already {plain} %)."
+    whole = bool(ceiling.min() > 0)
+    bound = "the ceiling {top:2^}, the headroom {headroom:.1f} bits" if whole else "{side}"
+    share = " At this scale {empty} % of this step's gradient values are zero (in float32 already {plain} %)." * whole
     guess = "" if "fp16" in trace.measured else " The ceiling is an estimate where gradients were not recorded."
     see.say(
         f"{name}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
@@ -239,8 +238,7 @@ def sweep(see: Sheet, run="gpt_sums", own="", start=16, figure="lost") -> None:
         rows, cols = np.nonzero(np.reshape(texts, grid.shape) == texts[grid.argmin()])  # as the cells tell it
         look: dict[str, Any] = {"edge": "normal", "width": 3, "label": "least training signal lost"}
         panel.boxes(cols - 0.47, rows - 0.47, cols + 0.47, rows + 0.47, **look)
-        pairs = "pair" if len(rows) == 1 else f"{len(rows)} pairs"
-        least = f" The least is lost with the {pairs} with the frame: {texts[grid.argmin()]} %."
+        least = f" The least, {texts[grid.argmin()]} %, is lost with {counted(len(rows), 'pair')} in a frame."
     see.say(
         f"{Path(own).stem if own else capital(RUNS[run])}, started at 2^{start}. From {{low}} to {{high}} {told}, by "
         f"factor and window.{least}",

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -132,14 +131,13 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
     works = f"The largest scale that works is {exponent(report.max_scale)}" if report.max_scale else "No scale works"
     walk = f"All {len(stops)} steps forward and back are finite"
     if born is not None:
-        what = "gradient of " * stops[born].backward + stops[born].name
-        walk = f"Step {born + 1} of {len(stops)}, {what}, is the first with a value that is not finite"
+        walk = f"Step {born + 1} of {len(stops)}, {stops[born].called}, is the first with a value that is not finite"
     elif report.verdict != "healthy":
         walk += "; the gradient of a parameter is not (no bar shows it)"
     whole = f"Training {training} at scale 2^{scale} in {dtype}: {' '.join(told)} {works}. {walk}."
     see.say(
         f"Step {{at}}, {{what}}: {{passes}}. {whole}",
-        at=np.arange(1, len(stops) + 1), what=[stop.called for stop in stops], stored=whole, report=report, stops=stops,
+        at=range(1, len(stops) + 1), what=[stop.called for stop in stops], stored=whole, report=report, stops=stops,
         passes=[f"{s.bad} of {s.many} inf or NaN" if s.bad else f"{s.dtype}, up to {s.high:.3g}" for s in stops],
         born=born, bars=bars,
     )  # fmt: skip
@@ -190,5 +188,6 @@ def _bars(see: Sheet, bars: list[Stop], fmt: FloatFormat, report: Report, scale:
         panel.text(word, high - 1, row, anchor="end", color="overflow", halo=True)
     row = next(i for i, stop in enumerate(bars) if stop.backward)
     top = math.log2(bars[row].high) if bars[row].high else scale
-    grip = {"base": top - scale, "cross": row, "note": f"scale {power_of_two(scale)}"}
+    # where "inf or NaN" stands its own words would lie on it
+    grip = {"base": top - scale, "cross": row, "note": "" if bars[row].bad else f"scale {power_of_two(scale)}"}
     panel.handle("x", "scale", scale, -8, 30, "loss scale, 2 to the", **grip)

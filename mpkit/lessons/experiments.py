@@ -61,11 +61,10 @@ def running(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Make what is missing of the chosen cells, one run after the other; what was made before is kept."""
     given = now()
     name, cells, seeds = given["network"], chosen(given["left_out"]), given["seeds"]
-    folder = own_folder() / name
-    asked: dict[str, Any] = {"baseline": "float32", "folder": folder, "progress": lambda *_: False}
+    asked: dict[str, Any] = {"baseline": "float32", "folder": own_folder() / name, "progress": lambda *_: False}
     while True:
         found = experiment(NETWORKS[name], cells, seeds=seeds, **asked)
-        finished[folder] |= ended(found)
+        finished[found.folder] |= ended(found)
         yield {"results": found, "made": name, "progress": len(ended(found)) / len(cells) / seeds}
         if not found.stopped:
             return
@@ -100,10 +99,9 @@ def own_experiment(
     cells, shown = chosen(left_out), results or recorded().first(recorded_seeds)
     asked = {(name, seed) for name in cells for seed in range(seeds)}
     left = len(asked - finished[own_folder() / network])
-    again = "" if made == network and asked <= ended(results) else "Show your runs"
+    press = "Run" if left else "" if made == network and asked <= ended(results) else "Show your runs"
     see.idle = {"recorded_seeds"} if results else set()
-    see.buttons = {"Run": running} if left else {again: running} if again else {}
-    see.buttons |= {"Show recorded runs": {"results": None}} if results else {}
+    see.buttons = ({press: running} if press else {}) | ({"Show recorded runs": {"results": None}} if results else {})
     values = {name: accuracies(shown, name) if name in cells else {} for name in CELLS}
     ends = {name: shown.interval(name, "accuracy") if runs else (math.nan,) * 3 for name, runs in values.items()}
     see.grid(398)
@@ -118,10 +116,9 @@ def own_experiment(
         panel.rule("x", ends["float32"][1], "reference", dash=":")
     verdicts = shown.summary("accuracy")["verdict"]
     found = "; ".join(f"{n} {ends[n][1]:.1f}, {verdicts[n]}" if n in verdicts else f"{n} not yet" for n in cells)
-    many = f"{network}, {len(cells)} settings, {counted(seeds, 'seed')}"
-    made_all = f"All runs of {network} are made.{f' Press {again}.' if again else ''}"
-    make = f"Press Run to train {counted(left, 'network')} ({many})." if left else made_all
-    see.say(f"{title}. Accuracy in percent: {found}. {make}", results=shown, left=left)
+    say = f"Press Run to train {counted(left, 'network')} ({network}, {len(cells)} settings, {counted(seeds, 'seed')})."
+    say = say if left else f"All runs of {network} are made.{f' Press {press}.' * bool(press)}"
+    see.say(f"{title}. Accuracy in percent: {found}. {say}", results=shown, left=left)
     see.rows = [
         {"cell": name, "runs": len(values[name])}
         | {f"{k}, %": None if math.isnan(v) else round(v, 1) for k, v in zip(("from", "accuracy", "to"), ends[name])}

@@ -49,8 +49,7 @@ def gradient_trace(depth: int) -> GradientTrace:
     for images, labels in [*zip(*every)][:DISTINCT]:
         start = images.flatten(1).requires_grad_()
         between = [*accumulate(layers, lambda x, layer: layer(x), initial=start)]
-        loss = nn.functional.cross_entropy(between[-1], labels)
-        found = torch.autograd.grad(loss, [*between, *parameters])
+        found = torch.autograd.grad(nn.functional.cross_entropy(between[-1], labels), [*between, *parameters])
         flow, own = found[: len(between)], found[len(between) :]
         groups = [(flow[2 * a : 2 * b + 1], own[2 * a : 2 * b]) for a, b in pairwise(ends)]
         largest.append([max(float(g.abs().max()) for g in chain(*group)) for group in groups])

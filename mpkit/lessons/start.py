@@ -82,8 +82,7 @@ def live(
     if hand:
         panel.handle("y", "floor", floor, *FLOOR, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
 
-    low = f", floor 2^{floor}" if hand else ""
-    low += f", moved by hand by 2^{kicks}" if kicks else ""
+    low = f", floor 2^{floor}" * hand + f", moved by hand by 2^{kicks}" * bool(kicks)
     settings = f"Set to {level} in {computed(level, dtype)}, start 2^{start}, factor {factor}, window {window}{low}."
     now = f"{told(run)}." if run else "Press Train; what you move then acts on the running training."
     grey = "" if run else " Grey: another training of this network, recorded with momentum and window 50."

@@ -18,7 +18,7 @@ SITUATIONS: dict[str, tuple[str, str, np.ndarray]] = {
              np.where((_AT >= 60) & (_AT < 120), 2.0**3, 2.0**20)),
     "outliers": ("one bad batch in 20 steps", "The ceiling is 2^18, and one batch in 20 steps is bad.",
                  np.where(_AT % 20 == 19, 2.0**2, 2.0**18)),
-    "fixed": ("the ceiling stays at 2^13", "The ceiling is 2^13 from the start.", np.full(STEPS, 2.0**13)),
+    "fixed": ("the ceiling stays at 2¹³", "The ceiling is 2^13 from the start.", np.full(STEPS, 2.0**13)),
     "model": ("the model is broken", "The model is broken: from step 60 on every gradient is NaN.",
               np.where(_AT >= 60, -1.0, 2.0**20)),
     "free": ("nothing ever overflows", "Nothing ever overflows.", np.full(STEPS, math.inf)),

@@ -54,8 +54,7 @@ def alone(value: object, wanted: object) -> Any:
 def precision(value: object, rel: float) -> float:
     """How near an answer has to come: less near if it holds float32, of some dozen roundings."""
     parts = value if isinstance(value, list | tuple) else [value]
-    single = any(str(getattr(part, "dtype", "")).endswith("float32") for part in parts)
-    return max(rel, 1e-5) if single else rel
+    return max(rel, 1e-5) if any(str(getattr(part, "dtype", "")).endswith("float32") for part in parts) else rel
 
 
 def number(value: Any) -> float | None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from mpkit.arguments import is_number
-from mpkit.view.words import raised
 
 
 class Control:
@@ -90,7 +89,7 @@ class Choice(Control):
 
     def row(self, default: Any) -> dict[str, Any]:
         """Its line."""
-        return {"kind": "choice", "options": [[raised(str(text)), str(value)] for value, text in self.names.items()]}
+        return {"kind": "choice", "options": [[str(text), str(value)] for value, text in self.names.items()]}
 
 
 @dataclass(frozen=True)

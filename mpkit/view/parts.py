@@ -79,8 +79,7 @@ def loss_and_scale(see: Sheet, runs: Any, first: int, last: int, also: Sequence[
         steps = np.arange(min(first, n), n)
         look: dict[str, Any] = {"color": color, "dash": dash, "width": 2.2 if color == "own" else 1.6}
         look |= {"glyph": "o"} if len(steps) == 1 else {}  # a line of one point would not be seen
-        losses = np.clip(np.nan_to_num(run.losses[first:n], nan=3, posinf=3), 0, 3)
-        loss.line(losses, steps, label=name, **look)
+        loss.line(np.clip(np.nan_to_num(run.losses[first:n], nan=3, posinf=3), 0, 3), steps, label=name, **look)
         at = exponents(run.scales[:n], low, high)
         panel.line(at[first:], steps, step="post", label=name, **look)
         panel.crosses(at, [i for i in run.skipped if first <= i < n], "skipped step")

@@ -53,8 +53,7 @@ def predict(topic: str, name: str) -> Any:
         button.on_click(lambda _, letter=letter: press(letter))
     ask = raised(asked["ask"])
     prompt = HTML(f"<style>{_CHOICES}</style><b>Predict.</b> {escape(ask)}")
-    text = "\n  ".join([f"Predict: {ask}", *answers.values()])
-    return Stored(text, prompt, *buttons.values(), status)
+    return Stored("\n  ".join([f"Predict: {ask}", *answers.values()]), prompt, *buttons.values(), status)
 
 
 # long answers take two lines; the chosen one is framed, as JupyterLab's own colours for it are too pale for their words

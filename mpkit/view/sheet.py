@@ -48,9 +48,8 @@ _FIELD = re.compile(r"\{(\w+)(?::([^}]*))?\}")
 
 def exponents(values: ArrayLike, low: float, high: float) -> np.ndarray:
     """Values -> positions on an axis of powers of two; zero, negative and infinite ones lie on its edges, NaN stays."""
-    values = np.asarray(values, dtype=float)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.clip(np.log2(np.maximum(values, 0)), low, high)
+        return np.clip(np.log2(np.maximum(np.asarray(values, dtype=float), 0)), low, high)
 
 
 def fitted(*series: ArrayLike, room: int = 2) -> tuple[int, int]:
@@ -200,9 +199,8 @@ class Panel:
         self.boxes(*across, fill=color, quiet=True)
         if text and axis == "x":
             upright = {"valign": "middle", "rotate": 90, "anchor": "end", "dy": 8}
-            level = {"valign": "top", "dy": 4}
             narrow = (high - low) / (b - a) < 0.013 * len(text)
-            self.text(text, (low + high) / 2, y["hi"], **(upright if narrow else level) | look)
+            self.text(text, (low + high) / 2, y["hi"], **(upright if narrow else {"valign": "top", "dy": 4}) | look)
         elif text:
             right = look.get("anchor") == "end"
             at: dict[str, Any] = {"anchor": "start", "valign": "top", "dx": -6 if right else 6, "dy": 3}
@@ -239,9 +237,8 @@ class Panel:
     def cells(self, values: ArrayLike, texts: Sequence[str], color: str = "zero", **look: object) -> None:
         """A heat map, row 0 at the top of an axis that runs downwards: the darker, the larger."""
         values = np.asarray(values, dtype=float)
-        span = max(float(np.ptp(values)), 1e-12)
         rows, cols = (a.ravel() for a in np.indices(values.shape))
-        share = ((values - values.min()) / span).ravel()
+        share = ((values - values.min()) / max(float(np.ptp(values)), 1e-12)).ravel()
         fill = [f"{color}/{0.06 + 0.54 * s:.2f}" for s in share]  # words stay readable, light and dark
         self.boxes(cols - 0.5, rows - 0.5, cols + 0.5, rows + 0.5, fill=fill, text=list(texts), **look)
 

@@ -52,11 +52,10 @@ def static_bundle(picture: bytes, sentence: str) -> dict[str, Any]:
     """
     out, image = io.BytesIO(), Image.open(io.BytesIO(picture)).convert("RGB")
     image.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(out, "png", optimize=True)
-    data, alt = base64.b64encode(out.getvalue()).decode(), html.escape(sentence)
+    data, alt, told = base64.b64encode(out.getvalue()).decode(), html.escape(sentence), html.escape(raised(sentence))
     shown = f'<img alt="{alt}" src="data:image/png;base64,{data}" style="max-width:100%">'
-    shown += f"<figcaption>{raised(alt)}</figcaption>"
     return {
-        "text/html": f'<figure class="mpk-still" style="margin:0">{shown}</figure>',
+        "text/html": f'<figure class="mpk-still" style="margin:0">{shown}<figcaption>{told}</figcaption></figure>',
         "image/png": data,
         "text/plain": sentence,
     }

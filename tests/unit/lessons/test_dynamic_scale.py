@@ -96,6 +96,9 @@ def test_the_cells_that_tell_the_least_loss_are_framed():
     assert len(next(m for m in marks if m.get("names"))["text"]) == seen.numbers["lost"].size == 49
     framed = next(m for m in marks if m.get("label") == "least training signal lost")
     assert len(framed["x0"]) == (np.round(seen.numbers["lost"], 1) == round(seen.numbers["lost"].min(), 1)).sum()
+    time = sweep(run="rare_outliers", figure="time")  # the least time is that of most pairs
+    assert not any(m.get("edge") for p in time.sheet.panels for m in p.marks)
+    assert "frame" not in time.sentence
 
 
 def test_a_trace_of_ones_own_is_loaded_by_path(tmp_path):

@@ -57,6 +57,10 @@ def test_the_way_shows_what_was_reached_and_nothing_else():
     assert "born here" in told(5)
     assert sum("inf or NaN" in text for text in told(5)) == 1
     assert sum("inf or NaN" in text for text in told(15)) > 3
+    walked = detective(training="B", scale=12, step=5)
+    assert walked.sentence.startswith("Step 5, output of square: 4 of 1024 inf or NaN.")
+    walked.go(0)
+    assert walked.sentence.startswith("Step 1, output of batch: float32, up to 1.")
 
 
 def test_what_lesson_08_says():

@@ -69,6 +69,15 @@ def test_runs_are_made_once_and_what_is_missing_is_told(tmp_path):
     assert "your runs: LeNet-5" in ran(view).sentence
     view.press("Show recorded runs")
     assert "recorded: perceptron" in view.sentence
+    for again in (view, own_experiment(network="LeNet-5", left_out=TWO, seeds=3)):  # the cell run again
+        assert (again.numbers["left"], [*again.sheet.buttons]) == (0, ["Show your runs"])
+        again.press("Show your runs")
+        again.wait(600)
+        assert "your runs: LeNet-5" in again.sentence
+        assert [*again.sheet.buttons] == ["Show recorded runs"]
+    view.set(left_out=[], seeds=1)
+    assert view.numbers["left"] == len(CELLS) - 2
+    assert len({*tmp_path.rglob("*.npz")}) == 12
 
 
 @pytest.mark.usefixtures("quick")

@@ -48,6 +48,17 @@ def test_a_steered_scaler_follows_its_policy_and_kicks_between_steps():
     assert seen == [2.0**16, 2.0**17, 2.0**7, 2.0**5, 2.0**5, 2.0**7]
 
 
+def test_what_was_moved_before_the_first_step_counts_and_is_told():
+    scaler = SteeredScaler(lambda: live_policy(16, 2, 240, 0), lambda: -40)
+    for _ in range(2):
+        scaler.adjust(torch.tensor(True))
+        assert scaler.scale_value == 2.0**-24
+    view = live()
+    for _ in range(4):
+        view.press("Scale / 2^10")
+    assert "moved by hand by 2^-40" in view.sentence
+
+
 @pytest.mark.slow
 def test_a_training_is_steered_stops_and_keeps_the_run_before():
     view = live(window=10, steps=30)
