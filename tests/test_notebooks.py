@@ -125,7 +125,7 @@ def test_every_picture_is_a_png_with_its_sentence(notebook):
             sentence = output.data["text/plain"]
             assert re.search(r"\d", sentence), f"the sentence states no number: {sentence!r}"
             assert not sentence.startswith("<"), f"a default repr instead of a sentence: {sentence!r}"
-            assert f"<figcaption>{escape(sentence)}</figcaption>" in output.data["text/html"]
+            assert f"<figcaption>{escape(raised(sentence))}</figcaption>" in output.data["text/html"]
         assert not any("image/svg+xml" in o.get("data", {}) for o in cell.outputs)
 
 
