@@ -52,6 +52,9 @@ def auto_mixed_precision(
     A level is put on the call of the network. Its other methods, and threads that a forward starts, compute at the
     level inside `within(network)`. Inside `torch.autocast` a level rules its own modules alone.
 
+    A parameter's cast is kept from its second use in a forward on, until the parameter is written into. A write through
+    `.data` or NumPy, which torch does not count, is so not seen before the next forward; write under `torch.no_grad()`.
+
     The backward of a `torch.autograd.Function` of your own runs without a level, as without an autocast: it finds what
     its forward saved, float32 weights too, beside 16-bit gradients. The way out is a module under `to_float`.
 
@@ -64,8 +67,8 @@ def auto_mixed_precision(
         grad_dtype: format of the gradients of an emulated format; None: the same format.
     Raises:  TypeError if `network` is no module (function at "auto"), or has a part that no level reaches (TorchScript,
              nn.DataParallel, a forward that yields or awaits); ValueError for another dtype or level. While it runs:
-             TypeError for sparse and nested operands, and torch's own error, with the way out, where torch has no
-             kernel in 16 bits.
+             NotImplementedError for sparse and nested operands, and torch's own error, with the way out, where torch
+             has no kernel in 16 bits.
     Warns:   when `network` already runs at a level: it changes to the new one; see also above.
     Source:  MindSpore 2.7 amp.auto_mixed_precision. There O1 returns a rewritten copy, O2 and O3 a wrapper; here
              nothing is wrapped, renamed or replaced. As there, O1 and auto respect `to_float`, O2 and O3 override it,
@@ -76,9 +79,9 @@ def auto_mixed_precision(
     (torch.float32, torch.float32)
     """
     if not isinstance(network, nn.Module):
-        check_function(
-            "network", network if amp_level == "auto" else None, "an nn.Module or, at level auto, a function"
-        )
+        what = "an nn.Module or, at level auto, a function"
+        check_kind("network", network, object if amp_level == "auto" else nn.Module, what)
+        check_function("network", network, what)
     low = target_of(dtype, grad_dtype)
     if amp_level == "O0":
         return network
@@ -202,7 +205,9 @@ def within(network: nn.Module) -> Iterator[None]:
     found = mark_of(network)
     if found is None or found.rule is None:
         raise ValueError("this module runs at no level; put one on it by auto_mixed_precision, cast_like or to_float")
-    with running(found.rule, network):
+    off = bool(found.rule.handlers)  # an autocast around the block, as around a forward
+    cpu, cuda = (torch.autocast(d, enabled=not off and torch.is_autocast_enabled(d)) for d in ("cpu", "cuda"))
+    with cpu, cuda, running(found.rule, network):
         yield
 
 

@@ -245,10 +245,10 @@ _TO: dict[Target, Callable[[Tensor], Tensor]] = {
 
 def convert(x: Tensor, target: Target) -> Tensor:
     """A float tensor of any shape in `target`, differentiable; `x` itself if it is in it already."""
-    if x.layout is not torch.strided or x.is_nested:
-        raise TypeError(
+    if x.dtype is not target and (x.layout is not torch.strided or x.is_nested):
+        raise NotImplementedError(  # of a TypeError Python's operators would lose the words
             f"levels cast dense tensors, got a {'nested' if x.is_nested else x.layout} one; keep the module that takes "
-            "it in float32 (take its level off with remove_mixed_precision), or give x.to_dense()"
+            "it in float32 by to_float(module, torch.float32), or give x.to_dense()"
         )
     if isinstance(x, Low):
         if isinstance(target, Emulated) and type(x) is target.kind:  # compilers tell formats by their class

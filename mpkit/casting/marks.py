@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_kind
-from mpkit.casting.low import Low, Target, convert, map_tensors
+from mpkit.casting.low import Low, Target, convert, float_tensors, map_tensors
 from mpkit.casting.mode import LOCAL, CastMode, Rule, cast
 from mpkit.casting.rules import way_out
 
@@ -46,8 +46,8 @@ class Forward:
         rule, outer = self.rule, (LOCAL.rule, LOCAL.module, LOCAL.products)
         if rule is None:
             return self.__wrapped__(*args, **kwargs)
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            # a level rules its own module alone; around it an autocast goes on as before
+        if (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")) and rule.handlers:
+            # a level rules its own module alone; around it an autocast goes on as before, and where no rule is
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self(*args, **kwargs)
         outermost = not LOCAL.on
@@ -60,7 +60,8 @@ class Forward:
                 args = tuple([cast(x, rule.entry) for x in args])
                 kwargs = {name: cast(x, rule.entry) for name, x in kwargs.items()}
                 if outer[1] is None:
-                    LOCAL.given = [(y, x) for y, x in zip((*args, *kwargs.values()), given) if y is not x]
+                    new = zip((*args, *kwargs.values()), given)
+                    LOCAL.given = [low for y, x in new if y is not x for low in zip(float_tensors(y), float_tensors(x))]
             module: Any = self.module
             # no bound method: compilers do not know how to make one
             forward, own = (self.inner, ()) if self.inner is not None else (type(module).forward, (module,))
@@ -87,8 +88,8 @@ class Forward:
         return self.inner or MethodType(type(self.module).forward, self.module)  # type: ignore[union-attr]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__code__" and "inner" in self.__dict__:  # which torch.export asks for
-            return self.__wrapped__.__code__
+        if name in ("__code__", "__name__") and "inner" in self.__dict__:  # torch.export asks for the code
+            return getattr(self.__wrapped__, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 

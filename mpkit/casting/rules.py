@@ -7,6 +7,7 @@ autocast, whose lists stand in `operations.toml`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any
@@ -203,12 +204,16 @@ _OWN = {"auto": _auto, "torch": _torch, "apex": _apex}
 
 # --- what torch lacks -------------------------------------------------------------------------------------------------
 
-_LACKS = ("not implemented for '{}'", "{} without overflow")
+_LACKS = (
+    "not implemented for '(BFloat16|Half)'|(BFloat16|Half) without overflow|Low precision dtypes not supported|"
+    "Unsupported dtype (BFloat16|Half)|MKL FFT doesn't support|Expected both inputs to be Half, Float or Double|"
+    "view_as_complex is only supported|(must be either|types other than) float (or|and) double|float, double, cfloat"
+)
 
 
 def way_out(error: Exception, module: nn.Module | None) -> Exception:
     """What torch said of a missing 16-bit kernel or range, and how to do without; any other error as it is."""
     text = str(error)
-    if "to_float" in text or not any(said.format(kind) in text for said in _LACKS for kind in ("BFloat16", "Half")):
+    if "to_float" in text or not re.search(_LACKS, text):
         return error
     return type(error)(f"{text}; to_float(module, torch.float32) computes this {type(module).__name__} in float32")

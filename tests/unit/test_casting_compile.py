@@ -202,3 +202,14 @@ def test_transforms_of_functions_see_the_casts(level: str) -> None:
     value, tangent = torch.func.jvp(network, (x,), (torch.ones_like(x),))
     assert torch.equal(value, network(x))
     assert tangent.isfinite().all()
+
+
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_weight_that_is_used_often_is_transformed_too(level: str) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    network = auto_mixed_precision(nn.Sequential(*[layer] * 5), level, torch.bfloat16)
+    func = torch.func
+    torch.testing.assert_close(func.vmap(network)(x), network(x), rtol=2**-6, atol=2**-6)
+    for of in (func.jacrev, func.jacfwd):
+        want = torch.linalg.matrix_power(layer.weight, 5)
+        torch.testing.assert_close(of(network)(x[0]).float(), want, rtol=2**-4, atol=2**-5)

@@ -104,3 +104,21 @@ def test_what_is_no_tensor_is_refused_by_torch_itself(level: str) -> None:
         for nothing in (None, [1.0, 2.0]):
             with pytest.raises(TypeError, match="Tensor"):
                 network(nothing)
+
+
+def test_within_a_level_no_autocast_rules_and_where_a_recipe_says_nothing_it_goes_on() -> None:
+    layer = to_float(nn.Linear(1, 1, bias=False), torch.float32)
+    nn.init.constant_(layer.weight, 300.0)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16), within(layer):
+        assert float(torch.full((1, 1), 300.0) @ layer.weight) == 90000
+    network = nn.ModuleDict({"body": nn.Linear(32, 32), "head": nn.Linear(32, 32)})
+    network.forward = lambda x: (network["head"](x), x @ x.T, network["body"](x))  # type: ignore[method-assign]
+    cast_like(network, "mxfp8", keep="head")
+    with torch.autocast("cpu", torch.bfloat16):
+        head, product, body = network(torch.randn(4, 32))
+    assert (head.dtype, product.dtype, body.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+
+
+def test_a_function_at_another_level_is_refused_by_its_kind() -> None:
+    with pytest.raises(TypeError, match="got function"):
+        auto_mixed_precision(lambda x: x, "O1")

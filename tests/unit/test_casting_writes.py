@@ -96,16 +96,10 @@ def test_what_a_part_writes_into_a_nest_that_it_is_given_arrives(level: str, dty
         assert torch.equal(written.float(), torch.eye(4))  # type: ignore[attr-defined, union-attr]
 
 
-def filled(h: Tensor) -> Tensor:
-    out = torch.zeros(4, 4)
-    out[torch.eye(4) > 0] = h[0]
-    return out
-
-
 ROWS = torch.tensor([0, 1, 2, 2])
 # what torch has for one dtype only: of 16-bit activations beside float32 tensors
 BESIDE: dict[str, Callable[[Any, Tensor], Any]] = {
-    "a mask": lambda m, h: filled(h),
+    "a mask": lambda m, h: (out := torch.zeros(4, 4)).__setitem__(torch.eye(4) > 0, h[0]) or out,
     "addmm_": lambda m, h: torch.zeros(4, 4).addmm_(h, h),
     "addmv_": lambda m, h: torch.zeros(4).addmv_(h, h[0]),
     "baddbmm_": lambda m, h: torch.zeros(1, 4, 4).baddbmm_(h[None], h[None]),
@@ -200,8 +194,14 @@ def test_what_no_level_reaches_is_refused_before_anything_changes(network: nn.Mo
     ids=["sparse", "nested"],
 )
 def test_operands_that_are_not_dense_are_refused_with_a_way_out(operand: Tensor, dtype: Any) -> None:
-    with pytest.raises(TypeError, match=r"remove_mixed_precision.*to_dense"):
-        auto_mixed_precision(Calls(lambda module, x: x), "O2", dtype)(operand)
+    for run in (lambda module, x: module.part(operand), lambda module, x: operand @ (x @ module.w)):
+        network = auto_mixed_precision(Calls(run, nn.Identity()), "O2", dtype)
+        with pytest.raises(NotImplementedError, match=r"to_float\(module, torch.float32\).*to_dense"):
+            network(torch.eye(4))
+    part = Calls(lambda module, x: x.to_dense() if x.is_sparse else x.unbind()[0])
+    network = auto_mixed_precision(Calls(lambda module, x: module.part(operand) + x[0, 0], part), "O2", dtype)
+    to_float(part, torch.float32)
+    assert network(torch.eye(4)).dtype is torch.float32
 
 
 # what a list says of an operation: its results for a float32 and for a bfloat16 tensor
@@ -227,6 +227,25 @@ def test_an_operation_computes_as_its_list_says(name: str, level: str) -> None:
     cast = cast_like if "_" in level else auto_mixed_precision
     wide, low = cast(network, level, dtype=bf16)(torch.ones(2, 2))
     assert (wide.dtype, low.dtype) == results[LISTS.index(level)]
+
+
+@pytest.mark.parametrize("nest", [lambda x: {"k": x}, lambda x: [x], lambda x: (1, x)])
+def test_a_black_listed_module_sees_what_came_in_a_nest_as_it_came(nest: Callable[[Tensor], Any]) -> None:
+    x = torch.tensor([[1000.0, 1000.1], [1000.2, 1000.3]])
+    run: Any = lambda module, x: module.part(next(reversed(x.values() if isinstance(x, dict) else x)))  # noqa: E731
+    network = auto_mixed_precision(Calls(run, nn.BatchNorm1d(2)), "O2", torch.bfloat16)
+    assert torch.equal(network(nest(x)), nn.BatchNorm1d(2)(x).bfloat16())
+
+
+LACKS = ["linalg.inv", "fft.fft", "linalg.pinv", "linalg.qr", "fft.irfft"]
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_what_torch_lacks_comes_with_a_way_out(name: str) -> None:
+    home, _, function = name.partition(".")
+    network = Calls(lambda module, x: getattr(getattr(torch, home), function)(x @ module.w))
+    with pytest.raises(RuntimeError, match="to_float"):
+        auto_mixed_precision(network, "O2", torch.bfloat16)(torch.eye(4))
 
 
 def test_a_black_listed_module_sees_the_networks_keyword_as_it_came() -> None:
