@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpkit.arguments import Float, Positive, Real
+from mpkit.arguments import Float, Positive, Real, check_number
 from mpkit.optimizers.arguments import Decay, FloatPair, Rate
 from mpkit.optimizers.base import Group, Optimizer
 from mpkit.optimizers.update import Update
@@ -52,6 +52,7 @@ class SGD(Optimizer):
     refused = {
         "nesterov needs a momentum and dampening 0": lambda g: g["nesterov"] and (not g["momentum"] or g["dampening"])
     }
+    decay_of = staticmethod(check_number)
     sliced = False
 
     learning_rate: Rate = 0.1
