@@ -214,8 +214,8 @@ class DynamicLossScaleUpdateCell(nn.Module):
     def forward(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """One step: () or (1,) float32 `loss_scale` is changed in place, the bool tensor `overflow` returned."""
         need_flag("overflow", overflow)
-        if loss_scale.shape not in ((), (1,)) or loss_scale.dtype != torch.float32:
-            raise ValueError(f"loss_scale must be one float32 number, of shape () or (1,), got {loss_scale!r:.80}")
+        if getattr(loss_scale, "dtype", None) != torch.float32 or loss_scale.shape not in ((), (1,)):
+            raise TypeError(f"loss_scale must be one float32 number, of shape () or (1,), got {loss_scale!r:.80}")
         # not made before: the first step tells of a factor out of range
         self._live = self._live or Scale(self.policy, loss_scale)
         if self.streak.device != loss_scale.device:

@@ -244,8 +244,8 @@ def test_state_of_another_kind_is_refused():
 
 def test_an_update_cell_leaves_alone_what_it_cannot_move():
     cell, scale, flag = DynamicLossScaleUpdateCell(8.0, 2, 1), torch.tensor([8.0]), torch.tensor([True])
-    for wrong in ((scale, torch.tensor([True, False])), (torch.ones(2), flag), (scale.double(), flag)):
-        with pytest.raises(ValueError, match="must be one f"):
+    for wrong in ((scale, torch.tensor([True, False])), (torch.ones(2), flag), (scale.double(), flag), (8.0, flag)):
+        with pytest.raises((TypeError, ValueError), match="must be one f"):
             cell(*wrong)
     assert (scale.item(), int(cell.cur_iter), int(cell.streak)) == (8.0, 1, 0)
 
