@@ -80,7 +80,7 @@ def test_a_view_fits_a_screen_of_720_pixels_with_its_buttons_and_its_sentence(ev
 
 
 def test_values_are_read_by_arrow_keys_and_the_sentence_comes_back(every, opened):
-    tab, _ = opened(["formats.ranges, Reset"], "JupyterLab, light", 1280)
+    tab, _ = opened(["01_number_formats: ranges(exponent=0), Reset"], "JupyterLab, light", 1280)
     status = tab.locator(".mpk-status")
     said = status.inner_text()
     tab.locator(".mpk-over").press("ArrowRight")
