@@ -83,10 +83,10 @@ class Watched:
         """The one that the gradients are multiplied by the scale of; None if they are not, or not any more."""
         return next((p.scaler for p in self.fresh if p.scaler is not None and not self.unscaled), None)
 
-    def remember(self, norms: bool = True) -> None:
+    def remember(self) -> None:
         if len(self.few) > 2 and (there := [p for p in self.few if p.grad is not None]):
             self.few = [there[0], there[-1]]
-        self.marks, self.norms, self.untouched = look(self.few), lengths(self.few) if norms else [], False
+        self.marks, self.norms, self.untouched = look(self.few), lengths(self.few), False
 
     def cleared(self) -> bool:
         """Mostly the last says no, a bias or a weight of a norm, which is small."""

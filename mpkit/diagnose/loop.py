@@ -104,15 +104,14 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     # --- the backward pass
 
     @property
-    def _close(self) -> bool:
-        """Two steps in ten: what costs more is looked at in them alone, after ten steps all but what a scaler does."""
-        return self.report.steps % 10 < 2
+    def _rests(self) -> bool:
+        """After ten steps two in ten are looked at; what a scaler does is seen in all."""
+        return self.report.steps >= 10 and self.report.steps % 10 >= 2
 
     def _backward(self, original: Call, tensors: object, seeds: object = None, *args: object, **more: object) -> None:
-        rests = self.report.steps >= 10 and not self._close
-        for watched in self._watched if rests else ():
+        for watched in self._watched if self._rests else ():
             watched.start_over()  # gradients that nobody looks at are unknown
-        if self._pass is not None or rests:  # a re-entrant checkpoint inside another
+        if self._pass is not None or self._rests:  # a re-entrant checkpoint inside another
             original(tensors, seeds, *args, **more)
             return
         losses = [t for t in tensors_in(tensors) if t.grad_fn is not None]
@@ -143,14 +142,15 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         scale = scale_of(scaler)
         seeds = () if seeds is None else tensors_in(seeds)
         seed = max((abs(float(t)) for t in seeds if t.numel() == 1), default=1)
-        results = (result for node in nodes(losses) for result in node._input_metadata)  # of what made the loss
+        graph = losses if scaler is None and self.report.steps % 10 == 0 else []  # one step in ten: it may be large
+        results = (result for node in nodes(graph) for result in node._input_metadata)
         factors = [(abs(factor) * seed / scale, mean) for loss in losses for factor, mean in terms(loss)]
         return Pass(
             site=hash(tuple((id(frame.f_code), frame.f_lasti) for frame in callers())),
             scaler=scaler,
             factor=max((factor for factor, _ in factors), default=1.0 / scale),
             means=tuple(factor for factor, mean in factors if mean and once),
-            low=scaler is None and self._close and any(result.dtype == torch.float16 for result in results),
+            low=any(result.dtype == torch.float16 for result in results),
         )
 
     def _reached(self, watched: Watched, this: Pass) -> None:
@@ -159,7 +159,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         if this.scaler is not None or not watched.unscaled:  # what is added to unscaled gradients needs no scale
             watched.passes.append(this)
         self._done.add("backward")
-        watched.remember(norms=self._close or this.scaler is not None or undivided(watched.fresh))
+        watched.remember()
 
     def _scaler_of(self, losses: list[Tensor]) -> Any:
         return noted("scaler", nodes(losses)) if self._scales else None
@@ -295,14 +295,13 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self.report.steps = max(w.steps for w in self._watched)
 
     def _at_the_end(self) -> None:
-        busiest = max(watched.steps for watched in self._watched)
         for watched in self._watched:
             watched.see_rates()
             every = sum("schedule" in step for step in watched.life) >= max(2, watched.steps - 1)
             self._say(
                 watched,
-                watched.steps or busiest,
+                watched.steps or self.report.steps,
                 no_update=watched.waits_for is not None,
-                idle_optimizer=not watched.steps and watched.passes and busiest > 1,
+                idle_optimizer=not watched.steps and watched.passes and self.report.steps > 1,
                 schedule_counts_skips=every and {"skipped", "schedule"} in watched.life,
             )

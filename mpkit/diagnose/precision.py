@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-_ROWS, _VALUES = 2**12, 2**24  # of an output that are looked at; one with more values is left out
+_ROWS, _VALUES = 2**6, 2**24  # of an output that are looked at (of more rows some are alike); one with more is left out
 _ERROR = 0.1  # relative error from which an output is lost, in a format that could do better
 _FEW_ROWS = 8
 _CHANCE = 1e-4  # how much smaller than its inputs an output is that is left of them by chance
@@ -57,7 +57,7 @@ def module_losses(full: list[Call], low: list[Call], step: float) -> tuple[tuple
         before = _loss(wide.module, wide.given, narrow.given) or ModuleLoss("", 0.0, 0, 0)
         small = _length(wide.made) <= _CHANCE * _length(wide.given)
         lost = loss.error > max(_ERROR, 16 * step, _OWN * before.error) and not small
-        halved = _FEW_ROWS <= loss.rows_float32 >= 2 * loss.rows and 2 * before.rows >= before.rows_float32
+        halved = _FEW_ROWS <= loss.rows_float32 >= 4 * loss.rows and 2 * before.rows >= before.rows_float32
         if first is None and (lost or halved) and not issubclass(wide.kind, nn.modules.dropout._DropoutNd):
             first = loss
     return tuple(found), first
@@ -77,7 +77,7 @@ def _loss(name: str, wide: list[Tensor], low: list[Tensor]) -> ModuleLoss | None
     if not pairs:
         return None
     error = max(float((a - b).norm() / a.norm()) if bool(a.any()) else 0.0 for a, b in pairs)
-    rows = [(_distinct(b), _distinct(a)) for a, b in pairs if a.dim() > 1 and a.shape[-1] > 1]
+    rows = [(_distinct(b), _distinct(a)) for a, b in pairs if a.dim() > 1]
     return ModuleLoss(name, error, *min(rows, key=lambda pair: pair[0] / max(1, pair[1]), default=(0, 0)))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_choice, checked
+from mpkit.arguments import check_choice, check_kind, checked
 from mpkit.casting import LEVELS
 from mpkit.diagnose.watch import checkable, numbers
 from mpkit.diagnose.words import WORDS, said
@@ -21,7 +21,6 @@ from mpkit.replay.percent import percent
 from mpkit.rounding import ulp
 
 _LOST_TOO_MUCH = 0.5  # share of updates below half an ulp from which it is reported
-_AVERAGE = 0.001  # how much of a difference a usual average of weights (EMA) takes over in a step
 _FORMATS = {fmt.torch_dtype: fmt for fmt in (FP16, BF16, FP32, FP64)}
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -47,7 +46,7 @@ def preflight(
     level: str = "O2",
     *,
     dtype: torch.dtype | FloatFormat = torch.float16,
-    average: nn.Module | None = None,
+    average: nn.Module | Mapping[str, Tensor] | None = None,
 ) -> list[Finding]:
     """Look for mistakes that break a training in mixed precision; an empty list means that none was found.
 
@@ -55,13 +54,14 @@ def preflight(
         network:   as it will be trained. If it has gradients, the sizes of the next updates are checked too.
         level:     "O0", "O1", "O2", "O3", "auto", or "torch_autocast" for a training under `torch.autocast`.
         dtype:     what the level computes in.
-        average:   the average of the weights (EMA), if there is one.
+        average:   the average of the weights (EMA), if there is one: a module, or a dict of tensors.
     Raises:  TypeError, ValueError for wrong arguments.
     """
     check_choice("level", level, (*LEVELS, "torch_autocast"))
     if not (isinstance(dtype, FloatFormat) or (isinstance(dtype, torch.dtype) and dtype in _FORMATS)):
         raise TypeError(f"dtype must be torch.float16, torch.bfloat16 or a FloatFormat, got {dtype!r}")
     fmt = dtype if isinstance(dtype, FloatFormat) else _FORMATS[dtype]
+    check_kind("average", average, (nn.Module, Mapping), "a module, or a dict of name: tensor,", optional=True)
     names = {id(p): name for name, p in network.named_parameters()}
     return [
         *_tensors(network, level, isinstance(optimizer, BFloat16Weights)),
@@ -119,9 +119,10 @@ def _small_updates(optimizer: Optimizer, names: dict[int, str]) -> Iterator[Find
     gradient.
     """
     kind = type(inner(optimizer)).__name__.lower()
-    adaptive = any(word in kind for word in ("adam", "lamb", "rmsprop", "adafactor"))
+    adaptive = any(word in kind for word in ("adam", "lamb", "rmsprop", "adafactor", "adagrad", "rprop"))
     for group in optimizer.param_groups:
-        rate, decay = float(coming_rate(optimizer, group)), group.get("weight_decay")
+        decoupled = "w" in kind or "decay" in kind or group.get("decoupled_weight_decay")
+        rate, decay = float(coming_rate(optimizer, group)), group.get("weight_decay") if decoupled else 0
         for p in group["params"]:
             remedied = isinstance(optimizer, BFloat16Weights) and p.dtype is torch.bfloat16
             if math.isnan(rate) or remedied or p.dtype not in _FORMATS or not _is_finite(p) or not _is_finite(p.grad):
@@ -133,7 +134,7 @@ def _small_updates(optimizer: Optimizer, names: dict[int, str]) -> Iterator[Find
                 lost = _lost(torch.full_like(grad, rate) if adaptive else grad * rate, weight, fmt, grad > 0)
                 if lost > _LOST_TOO_MUCH:
                     yield _found("updates_lost", where, lost=percent(lost), **more)
-            if fmt.bits <= 16 and isinstance(decay, int | float) and decay and ("w" in kind or "decay" in kind):
+            if fmt.bits <= 16 and isinstance(decay, int | float) and decay:
                 lost = _lost(rate * decay * weight.abs(), weight, fmt, weight != 0)
                 if lost > _LOST_TOO_MUCH:
                     yield _found("decay_lost", where, lost=percent(lost), decay=rate * decay, **more)
@@ -145,12 +146,12 @@ def _lost(size: Tensor, weight: Tensor, fmt: FloatFormat, moving: Tensor) -> flo
     return float(small.sum()) / max(1, int(moving.sum()))
 
 
-def _average_of_weights(average: nn.Module | None) -> Iterator[Finding]:
-    """In 16 bits, what it takes over in a step is below half an ulp."""
-    low = next((p.dtype for p in average.parameters() if p.dtype in _LOW), None) if average is not None else None
+def _average_of_weights(average: nn.Module | Mapping[str, Tensor] | None) -> Iterator[Finding]:
+    """In 16 bits, what it takes over in a step is below half an ulp. Some keep the average as buffers."""
+    held = average.state_dict() if isinstance(average, nn.Module) else average or {}
+    low = next((t.dtype for t in held.values() if isinstance(t, Tensor) and t.dtype in _LOW), None)
     if low is not None:
-        half = _FORMATS[low].eps / 2
-        yield _found("average_low", "average", dtype=dtype_name(low), share=_AVERAGE, half=half)
+        yield _found("average_low", "average", dtype=dtype_name(low), half=_FORMATS[low].eps / 2)
 
 
 def _is_finite(t: Tensor | None, *, mask: bool = False) -> bool:

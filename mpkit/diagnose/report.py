@@ -129,7 +129,7 @@ def _advice(report: Report) -> Iterator[str]:
     cures = [str(cure) for cure in report.cures]
     if report.verdict not in ("healthy", "scale_too_high", "lost_in_forward", "precision_lost"):
         yield from _hint(report)
-    yield from _ALWAYS.get(report.verdict, ())
+    yield from _ALWAYS.get(report.verdict, ()) if report.verdict != "scale_zero" or report.max_scale else ()
     if report.beside:
         yield "beside"
     if report.verdict == "healthy" and report.stays_lost:

@@ -71,9 +71,10 @@ HINTED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
     "rsqrt": (lambda x: (x * 0) * (spread(x) + 1e-9).rsqrt(), lambda x: (x * 0) * (spread(x) + 1e-3).rsqrt()),
     "sum": (lambda x: x + MANY.to(x).sum() * 1e-6, lambda x: x + MANY.to(x).mean() * 0.07),
     "pow": (lambda x: (x * 0 + 300) ** 2, lambda x: ((x * 0 + 300) / 256) ** 2),
+    "mm": (lambda x: (x * 0 + 300) @ WIDE.to(x), lambda x: (x * 0 + 1) @ WIDE.to(x)),
     "mul": (lambda x: (x * 0 + 300) * (x * 0 + 300) / 300, lambda x: (x * 0 + 300) / 300 * (x * 0 + 300)),
 }
-MANY = torch.ones(70_000)
+MANY, WIDE = torch.ones(70_000), torch.full((8, 8), 300.0)
 
 
 def masked(x: Tensor, kept: int) -> Tensor:

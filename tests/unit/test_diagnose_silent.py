@@ -149,6 +149,11 @@ def test_the_first_module_that_loses_its_digits_is_named(name, make, batch, modu
     assert "relative error" in str(report)
 
 
+def test_many_rows_of_few_shares_are_no_loss() -> None:
+    network = nn.Sequential(linear(2), nn.Softmax(-1), nn.Linear(2, 3))
+    assert diagnose(network, (torch.randn(2048, 8), torch.arange(2048) % 3), wide_loss, **BF16).verdict == "healthy"
+
+
 def test_running_statistics_beyond_the_format_are_named() -> None:
     network = nn.Sequential(linear(8), nn.BatchNorm1d(8), linear()).half()
     x = (torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) * 6000).half()
@@ -177,6 +182,7 @@ def test_a_scale_of_0_is_explained() -> None:
     assert (report.verdict, report.scale) == ("scale_zero", 0)
     assert report.max_scale is not None
     assert "init_scale" in report.advice[0]
+    assert "init_scale" not in str(diagnose(chain(lambda x: (x * 0 + 300) ** 2), rows(), F.cross_entropy, scale=0))
 
 
 def test_a_sharded_network_is_told_to_come_before_it_is_sharded() -> None:

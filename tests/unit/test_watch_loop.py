@@ -101,15 +101,6 @@ class Case:
         self.optimizer, self.scaler = self.pairs[0]
         self.pairs.reverse()
 
-    def unused_ends(self) -> None:
-        every = nn.ModuleList([nn.Linear(2, 2), self.net, nn.Linear(2, 2)])
-        self.optimizers = [torch.optim.SGD(every.parameters(), 0.1)]
-        self.optimizer = self.optimizers[0]
-
-    @torch.no_grad()
-    def predict(self) -> None:
-        self.net(self.batch[0])
-
     # --- backward passes and steps of more than a line
 
     def forward(self, network: Callable[[Tensor], Tensor]) -> None:
@@ -230,8 +221,6 @@ WORDS: dict[str, Callable[[Case], Any]] = {
     "by_hand": lambda c: (c.loss() * 1024).backward(),
     "third_by_hand": lambda c: (c.loss() * 1024 / 3).backward(),
     "no_gradient": lambda c: c.scaler.scale((c.loss() - 100).relu()).backward(),  # a hinge: the margin is kept
-    "no_gradient_plain": lambda c: (c.loss(torch.bfloat16) - 100).relu().backward(),
-    "flushed": lambda c: (c.loss() * 0.0).backward(),
     # what is done to gradients
     "clear": lambda c: c.optimizer.zero_grad(),
     "clear_all": lambda c: c.net.zero_grad(),
@@ -247,6 +236,7 @@ WORDS: dict[str, Callable[[Case], Any]] = {
     "divide": lambda c: c.change(lambda g: g.div_(3)),
     "no_nan": lambda c: c.change(lambda g: g.nan_to_num_(0.0, 0.0, 0.0)),
     "no_nan_by_index": lambda c: c.change(lambda g: g.masked_fill_(~g.isfinite(), 0)),
+    "freeze_ends": lambda c: [p.requires_grad_(False) for p in (c.net[0].weight, c.net[2].bias)],
     # the step and what comes after
     "step": lambda c: c.scaler.step(c.optimizer),
     "bare": lambda c: c.optimizer.step(),
@@ -257,6 +247,7 @@ WORDS: dict[str, Callable[[Case], Any]] = {
     "schedule_step": lambda c: c.schedule.step(),
     "epoch_schedule": lambda c: c.batch is c.batches[-1] and c.schedule.step(),
     "cell_step": lambda c: c.cell(*c.batch),
+    "predict": lambda c: torch.no_grad()(c.net)(c.batch[0]),
     "predict_inside": lambda c: c.inside(torch.float16, "predict"),
     "closure_in_float16": lambda c: c.closure(torch.float16),
     # before the loop; the first lets its first steps overflow
@@ -309,8 +300,7 @@ WRONG: list[Loop] = [
     ("scaled_penalty", "", "scaled_penalty step update clear"),
     ("no_scaler", "", "closure_in_float16"),
     ("no_scaler", "at_O2", "clear float32 bare"),
-    ("no_scaler", "", "clear flushed clip bare"),
-    ("not_cleared", "unused_ends", "bfloat16 bare"),
+    ("not_cleared", "", "freeze_ends bfloat16 bare"),
 ]
 
 
@@ -376,10 +366,8 @@ RIGHT: list[tuple[str, str]] = [
     ("gan", "critic_step"),
     ("scaler_of_mpkit", "clear scaled step_of_mpkit"),
     ("cell_of_mpkit", "cell_step"),
-    ("two_scalers", "next_pair clear_all scaled step update"),
     ("long two_scalers", "next_pair clear_all scaled step update"),
     ("", "clear no_gradient unscale clip step update"),
-    ("", "clear no_gradient_plain clip bare"),
     ("overflowing", "clear scaled unscale zeros_if_inf step update"),
     ("", "predict_inside clear bfloat16 bare"),
     ("", "third_by_hand 3:unscale_by_hand 3:bare 3:clear"),
