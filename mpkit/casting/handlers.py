@@ -52,12 +52,7 @@ def delivered_in(low: Target) -> Handler:
 
     The gradient of a row that was picked several times is so added up in float32. Weights of samples take the table's.
     """
-
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        table = kwargs["weight"] if "weight" in kwargs else args[1]
-        return cast(call(func, args, kwargs, precision(table)), low)
-
-    return run
+    return lambda func, args, kwargs: cast(call(func, args, kwargs, precision(float_tensors((args, kwargs))[0])), low)
 
 
 def promoted(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
@@ -88,7 +83,7 @@ def parameters_in(low: Target) -> Handler:
         if kwargs.get("inplace"):
             return written_as_it_is(func, args, kwargs)
         # torch itself moves values into their own dtype alone
-        into = kwargs.pop("out", None) if func.__name__ in ops.EXACT else None
+        into = kwargs.pop("out") if "out" in kwargs and func.__name__ in ops.EXACT else None
         out = func(*[own(x) for x in args], **{name: x if name == "out" else own(x) for name, x in kwargs.items()})
         return out if into is None else _delivered(out, into)
 

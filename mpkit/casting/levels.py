@@ -14,7 +14,7 @@ from torch import nn
 from mpkit.arguments import check_function, check_kind
 from mpkit.casting import operators as ops
 from mpkit.casting.low import target_of
-from mpkit.casting.marks import Decorated, Forward, check_castable, mark, mark_of, remark, root_of, unmark
+from mpkit.casting.marks import IN_STEPS, Decorated, Forward, check_castable, mark, mark_of, remark, root_of, unmark
 from mpkit.casting.mode import running
 from mpkit.casting.operators import LISTS, MODULES
 from mpkit.casting.presets import MINDSPORE, PRESETS, put_black_list, put_white_list
@@ -82,6 +82,8 @@ def auto_mixed_precision(
         what = "an nn.Module or, at level auto, a function"
         check_kind("network", network, object if amp_level == "auto" else nn.Module, what)
         check_function("network", network, what)
+        if any(kind(network) for kind in IN_STEPS):
+            raise TypeError("a function that yields or awaits runs in steps; put the level on modules that it calls")
     low = target_of(dtype, grad_dtype)
     if amp_level == "O0":
         return network

@@ -164,7 +164,7 @@ def unmark(module: nn.Module) -> None:
             module.__dict__["forward"] = inner
 
 
-_IN_STEPS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+IN_STEPS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def check_castable(network: nn.Module) -> None:
@@ -176,7 +176,7 @@ def check_castable(network: nn.Module) -> None:
             why = "TorchScript, which runs in an interpreter of its own; cast the network before torch.jit.trace"
         elif isinstance(module, nn.DataParallel):
             why = _NO_REPLICAS
-        elif any(kind(getattr(type(module), "forward", None)) for kind in _IN_STEPS):
+        elif any(kind(getattr(type(module), "forward", None)) for kind in IN_STEPS):
             why = (
                 "a module whose forward runs in steps (yield or await), in which a level cannot stay; put the level on "
                 "the modules that it calls, or give a result in one piece"

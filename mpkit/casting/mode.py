@@ -156,14 +156,14 @@ def _cast_parameter(x: Parameter, target: Target) -> Tensor:
     Each use is a step of its own in the graph, so that the gradients of several uses are added up in float32.
     """
     kept = LOCAL.kept
-    # private: whether torch.func transforms what runs, for which a kept cast is one of another function; nothing public
-    # says so
-    if torch._C._are_functorch_transforms_active():
-        return _told(x, target)
     if id(x) not in kept:
         kept[id(x)] = x  # itself, since an id is given again when its owner dies
         if not LOCAL.books:
             return convert(x, target)
+    # private: whether torch.func transforms what runs, for which a kept cast is one of another function; nothing public
+    # says so
+    if torch._C._are_functorch_transforms_active():
+        return _told(x, target)
     # whether it was written into (private; torch has no public count of that), or given other memory
     state = None if x.is_inference() else (x._version, x.data_ptr())
     of, y = kept.get((id(x), target), (None, x))

@@ -105,6 +105,7 @@ BESIDE: dict[str, Callable[[Any, Tensor], Any]] = {
     "baddbmm_": lambda m, h: torch.zeros(1, 4, 4).baddbmm_(h[None], h[None]),
     "addbmm_": lambda m, h: torch.zeros(4, 4).addbmm_(h[None], h[None]),
     "embedding_bag": lambda m, h: F.embedding_bag(ROWS, m.w, ROWS[:2], mode="sum", per_sample_weights=h[0]),
+    "torch.embedding": lambda m, h: torch.embedding(m.w, ROWS),
     "huber_loss": lambda m, h: F.huber_loss(h, torch.ones(4, 4)),
     "meshgrid": lambda m, h: torch.meshgrid(h[0], torch.ones(4), indexing="ij")[0],
     "cartesian_prod": lambda m, h: torch.cartesian_prod(h[0], torch.ones(4)),
@@ -185,6 +186,9 @@ def test_what_no_level_reaches_is_refused_before_anything_changes(network: nn.Mo
         with pytest.raises(TypeError, match=words):
             auto_mixed_precision(outer, level)
     assert "forward" not in vars(outer[0])
+    for function in (Steps.forward, Awaits.forward):
+        with pytest.raises(TypeError, match="yields or awaits"):
+            auto_mixed_precision(function, "auto")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3FN], ids=str)
