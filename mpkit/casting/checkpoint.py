@@ -37,8 +37,10 @@ _without_graph = torch_checkpoint.CheckpointFunction.forward
 
 
 def _generator(fn: Callable[..., Any], *args: object, **kwargs: object) -> Iterator[object]:
-    # the function itself is called by whoever drives this, the first time
+    # the function itself is called by whoever drives this, the first time; it casts parameters anew, as it will again
+    outer, LOCAL.kept = LOCAL.kept, {}
     yield from _with_graph(_carrying(fn), *args, **kwargs)
+    LOCAL.kept = outer
 
 
 def _forward(ctx: Any, run_function: Callable[..., Any], *args: object) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from mpkit.casting import operators as ops
-from mpkit.casting.low import Emulated, Target, float_tensors, map_tensors, precision
+from mpkit.casting.low import Emulated, Low, Target, float_tensors, left_format, map_tensors, precision
 from mpkit.casting.mode import LOCAL, CastMode, Handler, as_is, call, cast, computes
 
 Args = tuple[Any, ...]
@@ -135,6 +135,13 @@ def written_as_it_is(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """Torch casts what it writes."""
     LOCAL.given.clear()
     return as_is(func, args, kwargs)
+
+
+def assigned(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """`x.data = y`: torch does not ask for y's class, and a tensor in a format has no memory that x could take over."""
+    if isinstance(args[0], Low) and func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        return args[0].detach().copy_(args[1])
+    return func(args[0], *map_tensors(left_format, args[1:]), **kwargs)
 
 
 def filled(func: ops.Function, args: Args, kwargs: Kwargs) -> object:

@@ -276,7 +276,8 @@ def _note_saved(x: Tensor) -> Tensor:
 def _common(inputs: Sequence[Tensor]) -> str:
     """What an operation on these computes in; "" where its result says so: without inputs, or where autocast does."""
     targets = {precision(x) for x in inputs}
-    if not targets or any(torch.is_autocast_enabled(device) for device in {x.device.type for x in inputs}):
+    devices = filter(torch.amp.is_autocast_available, {x.device.type for x in inputs})
+    if not targets or any(map(torch.is_autocast_enabled, devices)):
         return ""
     return name_of(targets.pop() if len(targets) == 1 else reduce(torch.promote_types, {x.dtype for x in inputs}))
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mpkit.arguments import check_kind
 from mpkit.casting.local import LOCAL
-from mpkit.casting.operators import LISTS
+from mpkit.casting.operators import IN_PLACE, LISTS
 from mpkit.formats import FloatFormat, dtype_name
 from mpkit.rounding import round_to
 
@@ -124,11 +124,19 @@ class Low(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in _LEAVES and _leaves(func.__name__, args, kwargs or {}):
+        name, kwargs = func.__name__, kwargs or {}
+        if name in _LEAVES and _leaves(name, args, kwargs):
             args = (convert(args[0], torch.float32), *args[1:])
+        elif torch.is_grad_enabled():
+            flat = [y for x in (*args, *kwargs.values()) for y in (x if type(x) in (list, tuple) else (x,))]
+            others = [x for x in flat if isinstance(x, Tensor) and type(x) is not cls]
+            if any(x.is_floating_point() and x.dim() > 0 for x in others):  # a gradient may come in float32
+                first = int(name in IN_PLACE)  # what is written into is the tensor itself
+                taken, kwargs = map_tensors(_take, (args[first:], kwargs))
+                args = (*args[:first], *taken)
         # private; the public default of Tensor would make results that are plain into this class
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -145,15 +153,22 @@ class Low(Tensor):
                 return [bare(x) for x in value]
             if isinstance(value, Tensor):
                 plain = plain or (value.dtype is torch.float32 and value.dim() > 0)
-                return value.values if isinstance(value, Low) else value
+                value = value.values if isinstance(value, Low) else value
+                if does.fills and value.dim() == 0 and value.is_floating_point():
+                    return torch.where(value.isfinite(), value.clamp(-fmt.max, fmt.max), value)
+                return value
             if value is torch.float32:  # what autograd takes a format for
                 return native or value
+            # a finite number beyond the format, as of a mask, stands for its largest; an infinity stays one
             if does.fills and kind in (int, float) and abs(value) not in (0.0, float("inf")):
-                # a finite number beyond the format, as of a mask, stands for its largest; an infinity stays one
                 return max(-fmt.max, min(fmt.max, value))
             return value
 
         options = kwargs or {}
+        if torch.is_inference_mode_enabled():  # then what torch makes of operators comes here in one piece
+            parts = func.decompose(*args, **options)
+            if parts is not NotImplemented:
+                return parts
         inner, named = [bare(x) for x in args], {name: bare(x) for name, x in options.items()}
         out = func(*inner, **named)
         # private: whether this thread runs a backward pass, where results are gradients; nothing public says so. While
@@ -166,7 +181,7 @@ class Low(Tensor):
                     round_to(x.values, fmt, out=x.values)
             # private: what a write gives is the very tensor, in its new shape; torch's own subclasses use it
             return return_and_correct_aliasing(func, args, options, cls(out) if isinstance(out, Tensor) else out)
-        if does.promotes and plain and not backward:  # as float16 beside a float32 tensor
+        if does.promotes and plain:  # as float16 beside a float32 tensor
             return out
 
         def finished(i: int, x: Any) -> Any:
@@ -221,6 +236,15 @@ class _Widen(torch.autograd.Function):
         return grad if isinstance(grad, Low) else _Narrow.apply(grad, ctx.target, ctx.target.grad_fmt)
 
 
+class _Take(_Widen):
+    """An operand beside a float32: it stays in its format, and so does what comes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Low) -> Low:
+        ctx.target = x.target
+        return type(x)(x.values)
+
+
 @cache
 def known(fmt: FloatFormat, grad_fmt: FloatFormat) -> Emulated:
     """The target of two formats, with its class of tensors made and the compiler told what a cast to it is."""
@@ -236,6 +260,7 @@ def _restored(target: Emulated, values: Tensor) -> Low:
 
 
 _widened = torch.compiler.allow_in_graph(lambda x: _Widen.apply(x))
+_take = torch.compiler.allow_in_graph(lambda x: _Take.apply(x) if isinstance(x, Low) and x.requires_grad else x)
 # torch reads the arguments of these faster than those of `x.to(dtype)`; formats come in as they become known
 _TO: dict[Target, Callable[[Tensor], Tensor]] = {
     **{torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half},
@@ -255,6 +280,11 @@ def convert(x: Tensor, target: Target) -> Tensor:
             return x
         x = _widened(x)
     return _TO[target](x)
+
+
+def left_format(x: Tensor) -> Tensor:
+    """For whoever knows dtypes alone: of a format, the float32 that holds it."""
+    return convert(x, torch.float32) if isinstance(x, Low) else x
 
 
 def precision(x: Tensor) -> Target:

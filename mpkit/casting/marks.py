@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_kind
-from mpkit.casting.low import Low, Target, convert, float_tensors, map_tensors
+from mpkit.casting.low import Target, float_tensors, left_format, map_tensors
 from mpkit.casting.mode import LOCAL, CastMode, Rule, cast
 from mpkit.casting.rules import way_out
 
@@ -70,8 +70,8 @@ class Forward:
                 out = forward(*own, *args, **kwargs)
             LOCAL.rule = None
             out = out if self.result is None else cast(out, self.result)
-            # whoever is outside of every level knows dtypes alone: of a format, the float32 that holds it
-            return map_tensors(_left_format, out) if outermost else out
+            # whoever is outside of every level knows dtypes alone
+            return map_tensors(left_format, out) if outermost else out
         except RuntimeError as error:
             told = way_out(error, self.module)
             if told is error:
@@ -101,10 +101,6 @@ class Decorated(Forward):
 
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
         return self if owner is None else MethodType(self, owner)
-
-
-def _left_format(x: Tensor) -> Tensor:
-    return convert(x, torch.float32) if isinstance(x, Low) else x
 
 
 def _as_it_came(x: Tensor) -> Tensor:

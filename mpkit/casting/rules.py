@@ -46,7 +46,8 @@ def table(*parts: Part) -> dict[str, Handler]:
         (("unflatten",), lambda func, args, kwargs: torch.unflatten(*args, **kwargs)),  # no method for the compiler
         (("backward", "grad"), do.differentiated),
     ]
-    return {name: handler for names, handler in (*always, *parts) for name in names}
+    last: Part = (("__set__",), do.assigned)
+    return {name: handler for names, handler in (*always, *parts, last) for name in names}
 
 
 def entry_of(module: nn.Module | None) -> Target | None:

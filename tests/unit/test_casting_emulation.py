@@ -194,3 +194,59 @@ def test_an_emulated_module_is_the_native_one_but_for_known_reasons(fmt: FloatFo
     # on another processor a sum in another order may round the other way
     assert len(differs - {*REASONS[fmt]}) <= 4, differs - {*REASONS[fmt]}
     assert same >= 6 * len(differs)
+
+
+BESIDE_A_CONSTANT = {
+    "layer_norm": lambda h: F.layer_norm(h, (8,)),
+    "group_norm": lambda h: F.group_norm(h, 2),
+    "softmax": lambda h: h.softmax(-1),
+    "avg_pool": lambda h: F.avg_pool1d(h, 1),
+    "kl_div": lambda h: F.kl_div(h.log_softmax(-1), torch.full((4, 8), 0.1), reduction="none"),
+    "residual": lambda h: h.tanh() + h * torch.full((4, 8), 1.1),
+    "itself": lambda h: h,
+    "written": lambda h: torch.zeros(4, 8).add_(h.tanh()),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_A_CONSTANT)
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=str)
+def test_gradients_through_a_promotion_are_the_native_ones(fmt: FloatFormat, name: str) -> None:
+    def run(dtype: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        constant, network = torch.rand(8, requires_grad=True), Applies(lambda h: BESIDE_A_CONSTANT[name](h) * constant)
+        auto_mixed_precision(network, "O2", dtype)(x := torch.randn(4, 8, requires_grad=True)).sin().sum().backward()
+        return [x.grad, constant.grad, *(p.grad for p in network.first.parameters())]
+
+    for got, want in zip(run(fmt), run(fmt.torch_dtype)):
+        assert type(got) is Tensor
+        assert torch.equal(got, want)
+
+
+class Applies(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.state, self.function = nn.Linear(8, 8), nn.Parameter(torch.zeros(4, 8)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.first(x))
+
+
+@pytest.mark.parametrize("fmt", [FP16, E4M3FN], ids=str)
+def test_a_number_beyond_the_format_that_a_tensor_holds_stands_for_its_largest(fmt: FloatFormat) -> None:
+    network = auto_mixed_precision(Applies(lambda h: torch.where(h == h[0, 0], h, -1e9)), "O2", fmt)
+    assert network(torch.randn(4, 8)).min() == -fmt.max
+
+
+def test_data_of_a_parameter_does_not_become_a_format() -> None:
+    network = Applies(lambda h: setattr(network.state, "data", h.detach()) or setattr(h, "data", h.detach() * 2) or h)
+    out = auto_mixed_precision(network, "O2", E5M2)(torch.randn(4, 8))
+    assert type(network.state.data) is Tensor
+    assert torch.equal(out, 2 * network.state)
+
+
+@pytest.mark.parametrize("layer", [nn.LogSoftmax(-1), nn.GRUCell(8, 8), nn.GroupNorm(2, 8)], ids=str)
+def test_inference_mode_gives_the_same_numbers(layer: nn.Module) -> None:
+    network, x = auto_mixed_precision(nn.Sequential(nn.Linear(8, 8), layer), "O2", E5M2), torch.randn(4, 8)
+    with torch.inference_mode():
+        inferred = network(x)
+    assert torch.equal(inferred, network(x))

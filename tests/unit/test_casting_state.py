@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_casting import CASTING_LEVELS, tensors
+from test_casting_writes import Calls
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from mpkit.casting import LEVELS, PRESETS, auto_mixed_precision, cast_like, ledger, remove_mixed_precision, to_float
-from mpkit.formats import BF16, E4M3FN, FP16
+from mpkit.formats import BF16, E4M3FN, E5M2, FP16
 from mpkit.rounding import round_to
 
 bf16 = torch.bfloat16
@@ -219,6 +220,19 @@ def test_checkpointed_functions_are_recomputed_as_they_were_computed(level: str,
         found.append(trained(network, x))
     for a, b in zip(*found):  # a weight's gradients are added up in another order
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E5M2], ids=str)
+def test_a_selective_checkpoint_of_a_weight_that_was_used_before(dtype: Any) -> None:
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        def keeps() -> Any:
+            return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+        return checkpoint(module.part, module.part(module.part(x)), use_reentrant=False, context_fn=keeps)
+
+    network = auto_mixed_precision(Calls(run, nn.Linear(4, 4)), "O2", dtype)
+    network(torch.randn(3, 4)).sum().backward()
+    assert network.part.weight.grad is not None
 
 
 def test_checkpoint_outside_of_a_cast_forward_is_torchs_own() -> None:

@@ -116,3 +116,10 @@ def test_an_open_ledger_is_not_opened_again() -> None:
     with book:
         network(torch.ones(1, 2))
     assert len(book.rows) == 1
+
+
+def test_a_ledger_watches_tensors_without_memory() -> None:
+    network = nn.Linear(3, 2, device="meta")
+    with ledger(network) as book:
+        network(torch.ones(1, 3, device="meta"))
+    assert [row.compute for row in book.rows] == ["float32"]
