@@ -154,21 +154,13 @@ class Low(Tensor):
             if isinstance(value, Tensor):
                 plain = plain or (value.dtype is torch.float32 and value.dim() > 0)
                 value = value.values if isinstance(value, Low) else value
-                if does.fills and value.dim() == 0 and value.is_floating_point():
-                    return torch.where(value.isfinite(), value.clamp(-fmt.max, fmt.max), value)
-                return value
-            if value is torch.float32:  # what autograd takes a format for
+            elif value is torch.float32:  # what autograd takes a format for
                 return native or value
-            # a finite number beyond the format, as of a mask, stands for its largest; an infinity stays one
-            if does.fills and kind in (int, float) and abs(value) not in (0.0, float("inf")):
-                return max(-fmt.max, min(fmt.max, value))
-            return value
+            return _bounded(value, fmt.max) if does.fills else value
 
         options = kwargs or {}
-        if torch.is_inference_mode_enabled():  # then what torch makes of operators comes here in one piece
-            parts = func.decompose(*args, **options)
-            if parts is not NotImplemented:
-                return parts
+        if torch.is_inference_mode_enabled() and (parts := func.decompose(*args, **options)) is not NotImplemented:
+            return parts  # in that mode what torch makes of operators comes here in one piece
         inner, named = [bare(x) for x in args], {name: bare(x) for name, x in options.items()}
         out = func(*inner, **named)
         # private: whether this thread runs a backward pass, where results are gradients; nothing public says so. While
@@ -194,6 +186,13 @@ class Low(Tensor):
         if isinstance(out, tuple | list):
             return type(out)(finished(i, x) for i, x in enumerate(out))
         return finished(0, out)
+
+
+def _bounded(x: Any, largest: float) -> Any:
+    """A finite number beyond the format, as of a mask, stands for its largest; an infinity stays one."""
+    if isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point():
+        return torch.where(x.isfinite(), x.clamp(-largest, largest), x)
+    return max(-largest, min(largest, x)) if type(x) in (int, float) and abs(x) != float("inf") else x
 
 
 _LEAVES = frozenset(("float", "to", "type", "type_as", "numpy", "tolist", "__format__", "__array__", "resolve_neg"))
