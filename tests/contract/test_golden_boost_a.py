@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support import golden_files, load
+from boost_cases import FILES, cases, close, tensor
 from torch import Tensor, nn
 
 from mpkit import optimizers
@@ -30,35 +30,12 @@ from mpkit.boost.grad_centralization import centralize_gradients
 from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.scalers import DynamicLossScaleUpdateCell
 
-FILES = {path.stem: load(path) for path in golden_files("mindspore-boost")}
 PYTHON_NAMES = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
-
-
-def cases(stem: str, *keys: str) -> list[Any]:
-    """(file, case) for the cases under `keys` of every file whose name starts with `stem`."""
-    found = []
-    for name, content in FILES.items():
-        if name.startswith(stem):
-            entries = content
-            for key in keys:
-                entries = entries.get(key, []) if isinstance(entries, dict) else []
-            entries = entries if isinstance(entries, list) else [entries]
-            found += [pytest.param(content, c, id=f"{name}-{'-'.join(keys)}-{i}") for i, c in enumerate(entries)]
-    return found
 
 
 def files_with(stem: str, key: str) -> list[str]:
     """The files whose name starts with `stem` that have `key`."""
     return [name for name, content in FILES.items() if name.startswith(stem) and key in content]
-
-
-def tensor(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
-
-
-def close(got: Tensor, want: Any, tolerance: float) -> None:
-    """Equal within `tolerance` * (1 + |want|)."""
-    torch.testing.assert_close(got.detach().double(), tensor(want).double(), rtol=tolerance, atol=tolerance)
 
 
 class Named(nn.Module):
@@ -505,8 +482,8 @@ def processed(case: dict[str, Any]) -> tuple[Processed, list[tuple[str, nn.Param
     return net, named
 
 
-def golden_groups(groups: list[Any], grouped: bool) -> list[Any]:
-    return [{"params": groups[:5]}, {"params": groups[5:]}] if grouped else groups
+def golden_groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    return [{"params": [p for _, p in part]} for part in (named[:5], named[5:])]
 
 
 def bare(name: str) -> str:
@@ -519,8 +496,7 @@ def test_processing_rewrites_network_and_optimizer_as_recorded(_content: Any, ca
         pytest.skip("MindSpore fails on an empty user group; see test_empty_user_groups_are_dropped")
     net, named = processed(case)
     # MindSpore gave each of the user's two groups a weight decay of its own
-    params = [{"params": [p for _, p in g["params"]]} for g in golden_groups(named, True)] if case["grouped"] else named
-    optimizer = optimizers.Momentum(params, 0.1, 0.9, weight_decay=0.01)
+    optimizer = optimizers.Momentum(golden_groups(named) if case["grouped"] else named, 0.1, 0.9, weight_decay=0.01)
     names = {id(p): name for name, p in named}
     boost = AutoBoost(case["level"], case["config"], faithful=True)
 
@@ -559,8 +535,7 @@ def described(group: dict[str, Any], names: dict[int, str]) -> list[dict[str, An
 @pytest.mark.parametrize(("_content", "case"), cases("auto_process", "cases"))
 def test_by_default_processing_keeps_decay_optimizer_and_evaluation(_content: Any, case: dict[str, Any]) -> None:
     net, named = processed(case)
-    params = [{"params": [p for _, p in g["params"]]} for g in golden_groups(named, True)] if case["grouped"] else named
-    optimizer = optimizers.Momentum(params, 0.1, 0.9, weight_decay=0.01)
+    optimizer = optimizers.Momentum(golden_groups(named) if case["grouped"] else named, 0.1, 0.9, weight_decay=0.01)
     decays = {entry["name"]: entry["decay"] for entry in case["before"]}
     names = {id(p): name for name, p in named}
     boost = AutoBoost(case["level"], case["config"])
@@ -577,9 +552,8 @@ def test_by_default_processing_keeps_decay_optimizer_and_evaluation(_content: An
 @pytest.mark.parametrize(("_content", "case"), cases("auto_process", "cases"))
 def test_empty_user_groups_are_dropped(_content: Any, case: dict[str, Any]) -> None:
     net, named = processed(case)
-    groups = [{"params": [p for _, p in g["params"]]} for g in golden_groups(named, True)]
     boost = AutoBoost(case["level"], case["config"], faithful=True)
-    _, optimizer = boost.network_auto_process_train(net, optimizers.Momentum(groups, 0.1, 0.9))
+    _, optimizer = boost.network_auto_process_train(net, optimizers.Momentum(golden_groups(named), 0.1, 0.9))
     for opt in getattr(optimizer, "optimizers", [optimizer]):
         assert all(group["params"] for group in opt.param_groups)
 

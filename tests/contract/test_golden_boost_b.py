@@ -10,42 +10,16 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from support import golden_files, load
+from boost_cases import FILES, cases, close, double, tensor
 from torch import Tensor, nn
 
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, DimReduce, GradientAccumulation, GroupLossScaleManager
 from mpkit.boost.adasum import adasum, adasum_enabled, adasum_pair, halves
 from mpkit.boost.dim_reduce import pca_matrix, prepare_pca, read_pca_rows, write_pca_files
 
-FILES = {path.stem: load(path) for path in golden_files("mindspore-boost")}
-
-
-def cases(stem: str, key: str) -> list[Any]:
-    """(file, case) for the cases under `key` of every file whose name starts with `stem`."""
-    return [
-        pytest.param(content, case, id=f"{name}-{key}-{i}")
-        for name, content in FILES.items()
-        if name.startswith(stem)
-        for i, case in enumerate(content.get(key, []))
-    ]
-
-
-def double(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def tensor(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
-
 
 def tensors(values: list[Any]) -> list[Tensor]:
     return [tensor(v) for v in values]
-
-
-def close(got: Tensor, want: Any, tolerance: float) -> None:
-    """Equal within `tolerance` * (1 + |want|)."""
-    want = double(want)
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
 def optimizer_of(name: str, hyper: dict[str, float], weights: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -10,13 +10,13 @@ from boost_accuracy import CONFIGURATIONS, TOGETHER, Study, accuracies, run
 from mpkit import networks
 
 CPU = torch.device("cpu")
+NETWORK = boost.Setting("tiny", lambda: networks.resnet18(width=2), (2, 3, 8, 8))
 TINY = Study(train=64, test=40, width=2, epochs=1, batch=16, only=("none", "O1 tuned"))
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, boost.Row]:
-    setting = boost.Setting("tiny", lambda: networks.resnet18(width=2), (2, 3, 8, 8))
-    return {row.contender: row for row in boost.speedups(setting, CPU, 2)}
+    return {row.contender: row for row in boost.speedups(NETWORK, CPU, 2)}
 
 
 def test_every_configuration_and_every_freeze_index_is_timed(rows: dict[str, boost.Row]) -> None:
@@ -28,8 +28,7 @@ def test_every_configuration_and_every_freeze_index_is_timed(rows: dict[str, boo
 
 
 def test_a_step_is_taken_apart_into_blocks() -> None:
-    setting = boost.Setting("tiny", lambda: networks.resnet18(width=2), (2, 3, 8, 8))
-    rows = boost.blocks(setting, CPU, 1)
+    rows = boost.blocks(NETWORK, CPU, 1)
     assert [(row["network"], row["index"]) for row in rows] == [(n, v) for n in ("plain", "O1") for v in range(10)]
     assert all(row[part] > 0 for row in rows for part in ("forward", "backward", "batch_norm", "update"))
 

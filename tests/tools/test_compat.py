@@ -20,14 +20,24 @@ OWN: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-def case_of(name: str) -> compat.Case:
-    make, shape = OWN[name]
+def seeded(name: str, make: Any, inputs: Any) -> compat.Case:
+    """A network and the one tensor that it takes, both of a seed."""
 
     def made() -> Any:
         torch.manual_seed(0)
-        return make(), (torch.rand(shape, requires_grad=True),), {}
+        return make(), (inputs(),), {}
 
     return compat.Case(name, made)
+
+
+def case_of(name: str) -> compat.Case:
+    make, shape = OWN[name]
+    return seeded(name, make, lambda: torch.rand(shape, requires_grad=True))
+
+
+def called(function: Any, x: Tensor) -> compat.Case:
+    """A function of one tensor, without parameters."""
+    return compat.Case("one", lambda: (compat.Call(function), (x.clone().requires_grad_(),), {}), portable=False)
 
 
 SOME = ("O1 bfloat16", "O2 bfloat16", "auto bfloat16", "apex_O1 bfloat16", "torch_autocast bfloat16", "O2 e5m2")
@@ -70,13 +80,8 @@ def test_a_wrong_number_and_a_changed_copy_are_seen() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x)
 
-    def made() -> Any:
-        torch.manual_seed(0)
-        return Counts(), (torch.ones(1, 2),), {}
-
-    assert (
-        compat.outcome(compat.Case("a copy with other weights", made), "O1 bfloat16") == "not the same after deepcopy"
-    )
+    case = seeded("a copy with other weights", Counts, lambda: torch.ones(1, 2))
+    assert compat.outcome(case, "O1 bfloat16") == "not the same after deepcopy"
 
 
 def test_an_error_is_torchs_own_only_if_torch_raises_it_too() -> None:
@@ -88,12 +93,8 @@ def test_an_error_is_torchs_own_only_if_torch_raises_it_too() -> None:
     def linear_algebra(x: Tensor) -> Tensor:
         return torch.linalg.inv(x)
 
-    def case(function: Any) -> compat.Case:
-        made = lambda: (compat.Call(function), (torch.eye(2, requires_grad=True),), {})  # noqa: E731
-        return compat.Case("one", made, portable=False)
-
-    assert compat.outcome(case(refuses), "auto bfloat16") == "RuntimeError"
-    assert compat.outcome(case(linear_algebra), "O3 bfloat16") == "torch has no kernel"
+    assert compat.outcome(called(refuses, torch.eye(2)), "auto bfloat16") == "RuntimeError"
+    assert compat.outcome(called(linear_algebra, torch.eye(2)), "O3 bfloat16") == "torch has no kernel"
 
 
 def test_what_the_original_of_a_preset_refuses_is_told_apart() -> None:
@@ -105,24 +106,16 @@ def test_what_the_original_of_a_preset_refuses_is_told_apart() -> None:
 
 def test_numbers_that_torchs_own_16_bits_move_as_far_are_told_apart(one_thread: None) -> None:
     """The kernel of a 16-bit layer norm adds the gradient of its bias up in 16 bits: 384 of 640."""
-
-    def made() -> Any:
-        torch.manual_seed(0)
-        return nn.LayerNorm(5), (torch.rand(128, 5, 5),), {}
-
-    assert compat.outcome(compat.Case("norm", made), "O3 bfloat16") == "as torch in 16 bits"
-    assert compat.outcome(compat.Case("norm", made), "auto bfloat16") == "within"
+    norm = seeded("norm", lambda: nn.LayerNorm(5), lambda: torch.rand(128, 5, 5))
+    assert compat.outcome(norm, "O3 bfloat16") == "as torch in 16 bits"
+    assert compat.outcome(norm, "auto bfloat16") == "within"
 
 
 def test_what_leaves_the_range_of_a_format_is_told_apart() -> None:
-    def case(function: Any) -> compat.Case:
-        return compat.Case(
-            "one", lambda: (compat.Call(function), (torch.full((3,), 4.0, requires_grad=True),), {}), portable=False
-        )
-
-    assert compat.outcome(case(lambda x: (x**5).log()), "O2 e4m3fn") == "beyond the format"  # 1024 of 448
-    assert compat.outcome(case(lambda x: (x**3).log()), "O2 e4m3fn") == "within"
-    masked = case(lambda x: torch.softmax(torch.cat([x, torch.full((3,), -torch.inf)]), 0))
+    fours = torch.full((3,), 4.0)
+    assert compat.outcome(called(lambda x: (x**5).log(), fours), "O2 e4m3fn") == "beyond the format"  # 1024 of 448
+    assert compat.outcome(called(lambda x: (x**3).log(), fours), "O2 e4m3fn") == "within"
+    masked = called(lambda x: torch.softmax(torch.cat([x, torch.full((3,), -torch.inf)]), 0), fours)
     assert compat.outcome(masked, "O2 e4m3fn") == "within"  # float32 beside the format promotes, so -inf stays one
 
 

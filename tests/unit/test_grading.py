@@ -110,16 +110,17 @@ def without(*keys):
     return change
 
 
-HELPER, HELPED = "def h(x):\n    return x + 1", "def f(x):\n    return h(2.0 * x)"
+def in_two_cells():
+    """An answer and, before it, a cell with the helper that it calls."""
+    return [cell("code", "def h(x):\n    return x + 1"), first("code", "def f(x):\n    return h(2.0 * x)")]
+
+
 FORMS = {
     "no nbgrader marks": (without("nbgrader"), []),
     "tests edited": (edit(lambda cells: setattr(cells[3], "source", "pass")), []),
     "tests deleted": (edit(lambda cells: cells.__delitem__(3)), []),
     "an older try as Markdown below": (edit(lambda c: c.insert(3, first("markdown", "def f(x):\n    return 0"))), []),
-    "a helper in a cell before": (
-        edit(lambda c: c.__setitem__(slice(2, 3), [cell("code", HELPER), first("code", HELPED)])),
-        [],
-    ),
+    "a helper in a cell before": (edit(lambda c: c.__setitem__(slice(2, 3), in_two_cells())), []),
     "answered twice": (edit(lambda c: c.insert(3, first("code", RIGHT))), ["more than one code cell"]),
     "only as Markdown": (edit(lambda c: c.__setitem__(2, first("markdown", RIGHT))), ["does not run"]),
     "a null source": (edit(lambda c: c.insert(2, cell("code", ""))), []),
@@ -229,11 +230,9 @@ def test_a_submission_sees_no_network_no_other_process_and_no_tests(tmp_path):
     session = grading.Session(20, (tmp_path, labs.HERE))
     try:
         both = f"[os.listdir({str(tmp_path)!r}), os.listdir({str(labs.HERE)!r})]"
-        looks = f"import os, socket\ndef files():\n    return {both}"
-        assert (
-            session.run(looks + "\ndef others():\n    return len([p for p in os.listdir('/proc') if p.isdigit()])")
-            == ""
-        )
+        looks = f"import os, socket\ndef files():\n    return {both}\n"
+        looks += "def others():\n    return len([p for p in os.listdir('/proc') if p.isdigit()])"
+        assert session.run(looks) == ""
         assert session.ask("files", [[]], {})[0] == [[[], []]]
         assert session.ask("others", [[]], {})[0][0] <= 3
         assert "OSError" in session.run("socket.create_connection(('127.0.0.1', 80))")
@@ -277,9 +276,8 @@ def test_every_file_ends_in_the_table(tmp_path, monkeypatch, capsys):
     told = {handin.printable(name): said for name, (_, said) in FILES.items()}
     assert {row["file"] for row in rows} == set(told)
     assert [row for row in rows if told[row["file"]] not in row["status"]] == []
-    assert {(row["1"], row["2"], row["total"], row["of"]) for row in rows if row["status"] == "graded"} == {
-        ("3", "3", "6", "6")
-    }
+    graded = {(row["1"], row["2"], row["total"], row["of"]) for row in rows if row["status"] == "graded"}
+    assert graded == {("3", "3", "6", "6")}
     assert not any(c in text for c in b"\x1b\0")
     assert not any(row["file"].startswith("=") for row in rows)
     texts = (tmp_path / "points.texts.md").read_text(encoding="utf-8")

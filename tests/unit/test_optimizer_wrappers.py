@@ -47,7 +47,7 @@ def test_schedulers_of_either_object_see_its_steps(kind):
     stepped(optimizer)
     for scheduler in schedulers:
         scheduler.step()  # torch would warn of one whose optimizer made no step
-    assert copy.deepcopy(optimizer).param_groups[0]["lr"] == 0.125
+    assert copy.deepcopy(optimizer).param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_flags_of_a_scaler_are_handed_on_and_taken_away():
@@ -148,7 +148,7 @@ def test_a_weight_that_somebody_writes_leaves_no_remainder_of_the_old_one(before
 
 
 @pytest.mark.parametrize("way", ["stochastic", "kahan"])
-def test_adam_resumes_bit_for_bit_and_schedulers_reach_it(way):
+def test_adam_resumes_bit_for_bit(way):
     def made() -> tuple[nn.Module, BFloat16Weights]:
         torch.manual_seed(0)
         net = nn.Linear(8, 4).to(torch.bfloat16)
@@ -170,12 +170,6 @@ def test_adam_resumes_bit_for_bit_and_schedulers_reach_it(way):
     train(other, resumed, 4)
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters()))
     assert all(p.dtype is torch.bfloat16 for p in net.parameters())
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
-    before = [p.clone() for p in net.parameters()]
-    train(net, optimizer, 8)
-    if way == "kahan":
-        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before))
-    assert optimizer.optimizer.param_groups[0]["lr"] == 0
 
 
 def test_bad_input_is_refused_with_the_way_out():

@@ -77,9 +77,8 @@ def test_steps_write_to_the_same_memory_and_keep_no_more_of_it(name, found):
     """What the capture of a CUDA graph needs; on the meta device, which refuses every read as well."""
     params = [nn.Parameter(torch.empty(shape, device="meta", dtype=torch.float16)) for shape in ((3, 4), (5,))]
     decay = {"weight_decay": 0.01} if name in DECAYING else {}
-    optimizer = MEMBERS[name](
-        params, **decay, **({} if name in FIXED_RATE else {"lr": PolynomialDecayLR(0.1, 0.01, 3, 1.0)})
-    )
+    rate = {} if name in FIXED_RATE else {"lr": PolynomialDecayLR(0.1, 0.01, 3, 1.0)}
+    optimizer = MEMBERS[name](params, **decay, **rate)
 
     def kept() -> list[Tensor]:
         counts = [group["updates"] for group in optimizer.param_groups] + [optimizer._counts["global_step"]]

@@ -198,6 +198,9 @@ def test_every_error_of_a_framework_comes_in_its_step(policy: Any, flags: list[b
     assert both.raised_at.tolist() == [at, -1]
 
 
+PATIENT = {"init_scale": 8.0, "hysteresis": 2}
+
+
 @pytest.mark.parametrize(
     ("name", "policy", "flags", "without", "with_it"),
     [
@@ -208,15 +211,9 @@ def test_every_error_of_a_framework_comes_in_its_step(policy: Any, flags: list[b
         ("flush_subnormal", {"init_scale": 2.0**-126}, [False], [2.0**-127], [0.0]),
         ("flush_subnormal", {"init_scale": 2.0**-125}, [False], [2.0**-126], [2.0**-126]),
         ("growth_ge", {"init_scale": 8.0, "init_count": 5, "growth_interval": 3}, [True], [8.0], [16.0]),
-        ("refill_on_finite", {"init_scale": 8.0, "hysteresis": 2}, [False, True, False], [8, 8, 4.0], [8, 8, 8.0]),
-        ("refill_on_backoff", {"init_scale": 8.0, "hysteresis": 2}, [False] * 3, [8, 4, 2.0], [8, 4, 4.0]),
-        (
-            "refill_on_growth",
-            {"init_scale": 8.0, "hysteresis": 2, "growth_interval": 1},
-            [False, True, False],
-            [8, 16, 8.0],
-            [8, 16, 16.0],
-        ),
+        ("refill_on_finite", PATIENT, [False, True, False], [8, 8, 4.0], [8, 8, 8.0]),
+        ("refill_on_backoff", PATIENT, [False] * 3, [8, 4, 2.0], [8, 4, 4.0]),
+        ("refill_on_growth", {**PATIENT, "growth_interval": 1}, [False, True, False], [8, 16, 8.0], [8, 16, 16.0]),
     ],
 )
 def test_every_switch_of_the_rule_turns_its_part_on(
@@ -233,6 +230,7 @@ BACK_AND_GROW = {"hold_at_overflow": False, "refill_on_growth": True, "hysteresi
 
 
 DIVIDES = {"backoff_factor": 1.0, "backoff_divisor": 2.0}
+MULTIPLIES = {"backoff_factor": 0.5, "backoff_divisor": 1.0}
 
 
 WRITTEN_DOWN: dict[str, dict[str, Any]] = {  # what differs from torch's rule, and what the preset is given
@@ -311,11 +309,7 @@ def test_the_layers_of_fairscale_have_one_policy_with_a_start_each() -> None:
         ("fairseq", {"threshold": 0.5}, {"min_scale": 0.5}),
         ("jmp", {"dtype": "float16"}, {"scale_bits": 16, "flush_subnormal": False}),
         ("jmp", {"dtype": "float64"}, {"scale_bits": 64, "flush_subnormal": False}),
-        (
-            "jmp",
-            {"jit": True, "min_loss_scale": 4.0},
-            {"backoff_factor": 0.5, "backoff_divisor": 1.0, "min_scale": 1.0},
-        ),
+        ("jmp", {"jit": True, "min_loss_scale": 4.0}, {**MULTIPLIES, "min_scale": 1.0}),
         ("flax", {"minimum_scale": None, "fin_steps": 7}, {"min_scale": 0.0, "init_count": 7}),
         ("paddle", {"decr_every_n_nan_or_inf": 1}, {"hysteresis": 1}),
         ("paddle", {"decr_every_n_nan_or_inf": 0}, {"hysteresis": NEVER}),
@@ -355,13 +349,9 @@ ENDS = {  # preset -> (what it is made with, what its framework refuses beside t
     ),
     "colossalai": ({}, [{"hysteresis": -1}, {"min_scale": 2.0**17}], [{"hysteresis": 0}, {"min_scale": 2.0**16}]),
     "paddle": ({}, [{"incr_ratio": 1.0}, {"decr_ratio": 0.0}, {"decr_ratio": 1.0}], []),
-    "jmp": ({"loss_scale": 8.0}, [{"factor": 0}, {"dtype": "bfloat16"}], [{"factor": 1}]),
+    "jmp": (NEEDED["jmp"], [{"factor": 0}, {"dtype": "bfloat16"}], [{"factor": 1}]),
     "tf_v1": ({}, [{"multiplier": 0}], [{"multiplier": 1}]),
-    "mindspore_cell": (
-        {"loss_scale_value": 8.0, "scale_factor": 2, "scale_window": 3},
-        [{"scale_factor": 0}],
-        [{"scale_factor": 1}],
-    ),
+    "mindspore_cell": (NEEDED["mindspore_cell"], [{"scale_factor": 0}], [{"scale_factor": 1}]),
     "mindspore_manager": ({}, [{"scale_factor": 0}], [{"scale_factor": 1}]),
     "fairscale_layerwise": (
         {"layer_scale_dict": {"a": 1.0, "b": 2.0}},

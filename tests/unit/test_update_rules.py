@@ -199,8 +199,7 @@ def test_adagrad_without_update_slots_keeps_its_accumulator():
     p = nn.Parameter(torch.tensor([1.0]))
     optimizer = opt.Adagrad([p], 0.25, 0.1, update_slots=False)
     for _ in range(3):
-        p.grad = torch.tensor([2.0])
-        optimizer.step()
+        stepped(optimizer, 2.0)
     assert p.item() == pytest.approx(1.0 - 3 * 0.1 * 2.0 / 0.5)
 
 
@@ -262,9 +261,7 @@ def test_a_skipped_sparse_step_changes_no_bit(at_hand, monkeypatch):
 def test_lars_leaves_bias_and_layer_norm_alone():
     named = [(n, nn.Parameter(torch.ones(2))) for n in ("fc.weight", "fc.bias", "LayerNorm.weight")]
     optimizer = opt.LARS(opt.SGD(named, 1.0, weight_decay=0.5), coefficient=1e-9)
-    for _, p in named:
-        p.grad = torch.full((2,), 0.25)
-    optimizer.step()
+    stepped(optimizer, 0.25)
     moved = {n: float(p.detach()[0]) for n, p in named}
     assert moved == {"fc.weight": pytest.approx(1.0), "fc.bias": 0.75, "LayerNorm.weight": 0.75}
 
