@@ -20,11 +20,8 @@ from mpkit.scalers import DynamicLossScaler
 
 def test_digits_are_the_1797_images_with_pixels_between_0_and_1():
     images, labels = data.digits("all", size=8)
-    assert images.shape == (1797, 1, 8, 8)
-    assert images.dtype == torch.float32
-    assert labels.dtype == torch.int64
-    assert images.min() == 0
-    assert images.max() == 1
+    assert (images.shape, images.dtype, labels.dtype) == ((1797, 1, 8, 8), torch.float32, torch.int64)
+    assert (images.min(), images.max()) == (0, 1)
     # class sizes of the UCI test set, as its description lists them
     assert torch.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
@@ -59,9 +56,8 @@ def small_mnist(tmp_path, monkeypatch):
     table, rng = {}, np.random.default_rng(0)
     for name, (shape, _) in data._MNIST.items():
         shape = (3, *shape[1:])
-        file = idx(
-            0x803 if "images" in name else 0x801, shape, rng.integers(0, 256, np.prod(shape), np.uint8).tobytes()
-        )
+        magic, values = 0x803 if "images" in name else 0x801, rng.integers(0, 256, shape, np.uint8)
+        file = idx(magic, shape, values.tobytes())
         (tmp_path / f"{name}-ubyte.gz").write_bytes(file)
         table[name] = (shape, hashlib.sha256(gzip.decompress(file)).hexdigest())
     monkeypatch.setattr(data, "_MNIST", table)
@@ -71,9 +67,8 @@ def small_mnist(tmp_path, monkeypatch):
 def test_mnist_reads_images_and_labels(small_mnist):
     for split in ("train", "test"):
         images, labels = data.mnist(small_mnist, split=split)
-        assert images.shape == (3, 1, 28, 28)
+        assert (images.shape, labels.shape) == ((3, 1, 28, 28), (3,))
         assert 0 <= images.min() <= images.max() <= 1
-        assert labels.shape == (3,)
 
 
 def test_mnist_is_found_through_the_environment(small_mnist, tmp_path, monkeypatch):
@@ -108,14 +103,6 @@ def test_a_download_arrives_and_is_read_or_is_refused_and_removed(small_mnist, t
 # --- networks
 
 
-def parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def batch_norms(module: nn.Module) -> int:
-    return sum(isinstance(m, nn.BatchNorm2d) for m in module.modules())
-
-
 # counts as published: torchvision's model cards for the ResNets, the GPT-2 report (124 M, here with 50304 tokens)
 @pytest.mark.parametrize(
     ("build", "count", "norms"),
@@ -132,8 +119,8 @@ def batch_norms(module: nn.Module) -> int:
 def test_sizes_are_those_of_the_papers(build, count, norms):
     with torch.device("meta"):
         network = build()
-    assert parameters(network) == count
-    assert batch_norms(network) == norms
+    assert sum(p.numel() for p in network.parameters()) == count
+    assert sum(isinstance(m, nn.BatchNorm2d) for m in network.modules()) == norms
 
 
 @pytest.mark.parametrize(

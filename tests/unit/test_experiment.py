@@ -53,9 +53,8 @@ def test_every_cell_of_a_grid_runs_from_every_seed(grid, options, labels):
     assert results.series(labels[-1], "loss", seeds[-1]).tolist() == [labels[-1].startswith("a=x"), seeds[-1]]
     assert repr(results) == f"{len(frame)} runs of {len(labels)} cells from {len(seeds)} seeds"
     assert "times can be compared" in results.note
-    assert results.summary("y")["verdict"].tolist().index("baseline") == labels.index(
-        options.get("baseline", labels[0])
-    )
+    baseline = options.get("baseline", labels[0])
+    assert results.summary("y")["verdict"].tolist().index("baseline") == labels.index(baseline)
 
 
 def test_a_run_that_raises_is_kept_with_its_traceback_and_runs_again_only_when_asked(counted):
@@ -185,32 +184,31 @@ def test_a_cell_that_ends_its_process_is_a_failed_run_and_the_others_are_made():
 
 
 @pytest.mark.parametrize(
-    ("grid", "options", "error"),
+    ("wrong", "error"),
     [
-        ([], {}, ValueError),
-        ({"x": []}, {}, ValueError),
-        ({"x": "O2"}, {}, TypeError),
-        ({"x": {1, 2}}, {}, TypeError),
-        ({"x": [1], "seed": [1]}, {}, ValueError),
-        ([{1: 2}], {}, TypeError),
-        ({1: {}, 2: {}}, {}, TypeError),
-        ([{"x": 1}, {"x": 1}], {}, ValueError),
-        ({"x": [torch.nn.Linear(1, 1)]}, {}, TypeError),
-        ({"x": [iter([])]}, {}, TypeError),
-        ({"z": [1]}, {}, TypeError),
-        (None, {"seeds": 0}, ValueError),
-        (None, {"seeds": [1, 1]}, ValueError),
-        (None, {"seeds": [-1]}, ValueError),
-        (None, {"n_jobs": 0}, ValueError),
-        (None, {"baseline": 7}, ValueError),
-        (None, {"baseline": {"x": 9}}, ValueError),
-        (None, {"folder": __file__}, ValueError),
+        ({"grid": []}, ValueError),
+        ({"grid": {"x": []}}, ValueError),
+        ({"grid": {"x": "O2"}}, TypeError),
+        ({"grid": {"x": {1, 2}}}, TypeError),
+        ({"grid": {"x": [1], "seed": [1]}}, ValueError),
+        ({"grid": [{1: 2}]}, TypeError),
+        ({"grid": {1: {}, 2: {}}}, TypeError),
+        ({"grid": [{"x": 1}, {"x": 1}]}, ValueError),
+        ({"grid": {"x": [torch.nn.Linear(1, 1)]}}, TypeError),
+        ({"grid": {"x": [iter([])]}}, TypeError),
+        ({"grid": {"z": [1]}}, TypeError),
+        ({"seeds": 0}, ValueError),
+        ({"seeds": [1, 1]}, ValueError),
+        ({"seeds": [-1]}, ValueError),
+        ({"n_jobs": 0}, ValueError),
+        ({"baseline": 7}, ValueError),
+        ({"baseline": {"x": 9}}, ValueError),
+        ({"folder": __file__}, ValueError),
     ],
 )
-def test_what_is_wrong_is_refused_before_anything_runs(tmp_path, grid, options, error):
+def test_what_is_wrong_is_refused_before_anything_runs(tmp_path, wrong, error):
     ran, folder = [], tmp_path / "f"
-    given = {"run": lambda seed, x: ran.append(1) or {}, "grid": grid or {"x": [1, 2]}, "folder": folder, **options}
-    given["grid"] = {"x": [1, 2]} if grid is None else grid
+    given = {"run": lambda seed, x: ran.append(1) or {}, "grid": {"x": [1, 2]}, "folder": folder, **wrong}
     with pytest.raises(error, match=r"\w+ .*\w+"):
         quiet(**given)
     assert not ran

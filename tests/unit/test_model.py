@@ -59,35 +59,33 @@ def everything(model):
     return [model.train_network.state_dict(), model.manager.state_dict()]
 
 
-class Log(Callback):
-    """Writes down what it is told."""
-
-    def __init__(self):
-        self.lines = []
-        for phase in ("train_begin", "train_epoch_begin", "train_step_end", "train_epoch_end", "eval_end", "train_end"):
-            setattr(self, f"on_{phase}", lambda run, phase=phase: self._note(phase, run))
-
-    def _note(self, phase, run):
-        self.lines.append((phase, run.cur_epoch_num, run.cur_step_in_epoch, run.cur_step_num))
+def when(phase, does):
+    """A callback that does this with the run whenever it is told of this phase."""
+    made = Callback()
+    setattr(made, f"on_{phase}", does)
+    return made
 
 
-class StopsAfter(Callback):
-    def __init__(self, steps):
-        self.steps = steps
+def stops_after(steps):
+    return when("train_step_end", lambda run: run.cur_step_num == steps and run.request_stop())
 
-    def on_train_step_end(self, run):
-        if run.cur_step_num == self.steps:
-            run.request_stop()
+
+PHASES = ("train_begin", "train_epoch_begin", "train_step_end", "train_epoch_end", "eval_end", "train_end")
 
 
 def test_callbacks_are_told_in_order_with_counters_from_1():
-    log = Log()
-    model().fit(2, loader(2), loader(1), callbacks=log)
+    told = []
+
+    def notes(phase):
+        counters = "cur_epoch_num", "cur_step_in_epoch", "cur_step_num"
+        return when(phase, lambda run: told.append((phase, *(getattr(run, name) for name in counters))))
+
+    model().fit(2, loader(2), loader(1), callbacks=[notes(phase) for phase in PHASES])
     steps = [("train_step_end", 1, 1, 1), ("train_step_end", 1, 2, 2)]
-    assert log.lines[:4] == [("train_begin", 0, 0, 0), ("train_epoch_begin", 1, 0, 0), *steps]
-    assert log.lines[4:6] == [("train_epoch_end", 1, 2, 2), ("eval_end", 1, 2, 2)]
-    assert log.lines[-1][0] == "train_end"
-    assert [line[0] for line in log.lines].count("train_step_end") == 4
+    assert told[:4] == [("train_begin", 0, 0, 0), ("train_epoch_begin", 1, 0, 0), *steps]
+    assert told[4:6] == [("train_epoch_end", 1, 2, 2), ("eval_end", 1, 2, 2)]
+    assert told[-1][0] == "train_end"
+    assert [line[0] for line in told].count("train_step_end") == 4
 
 
 @pytest.mark.parametrize(
@@ -205,7 +203,7 @@ def test_ctrl_c_in_a_step_waits_until_weights_and_scale_belong_together(tmp_path
     with pytest.raises(KeyboardInterrupt):
         ours.train(2, loader(), callbacks=Checkpoint(path, every=1000))
     torch.manual_seed(5)
-    whole.train(2, loader(), callbacks=StopsAfter(4))
+    whole.train(2, loader(), callbacks=stops_after(4))
     assert torch.equal(weights(ours), weights(whole))
     assert ours.train_network.scale_sense.item() == whole.train_network.scale_sense.item() == 2048.0
     assert path.exists()  # a clean stop is saved
@@ -303,10 +301,10 @@ def test_from_twenty_skipped_steps_at_the_floor_on_they_are_told(good, bad, scal
 BATCHES = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
 
 
-def linear_model(**options):
+def linear_model(rate=0.1, **options):
     torch.manual_seed(0)
     net = nn.Linear(2, 1)
-    return Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), **options)
+    return Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), rate), **options)
 
 
 # --- metrics
@@ -370,44 +368,27 @@ def test_a_network_that_returns_its_loss_is_evaluated_by_it(batches):
 # --- checkpoints
 
 
-class Steps(Callback):
-    def __init__(self):
-        self.seen = []
-
-    def on_train_step_end(self, run):
-        self.seen.append(run.cur_step_num)
-
-
 def test_a_resume_that_was_refused_can_be_tried_again(tmp_path):
     path = tmp_path / "run.ckpt"
-    linear_model().train(2, BATCHES, [StopsAfter(2), Checkpoint(path)])
-    model, steps = linear_model(), Steps()
+    linear_model().train(2, BATCHES, [stops_after(2), Checkpoint(path)])
+    model, seen = linear_model(), []
+    steps = when("train_step_end", lambda run: seen.append(run.cur_step_num))
     model.load(path)
     with pytest.raises(ValueError, match="resume with the data set"):
         model.train(2, BATCHES[:1], steps)
     model.train(2, BATCHES, steps)
-    assert steps.seen == [3, 4, 5, 6]
+    assert seen == [3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("ask", [lambda model: model.eval(BATCHES), lambda model: model.predict(torch.ones(1, 2))])
-@pytest.mark.parametrize("phase", ["on_train_step_end", "on_train_epoch_begin"])
+@pytest.mark.parametrize("phase", ["train_step_end", "train_epoch_begin"])
 def test_an_evaluation_in_the_middle_of_a_run_leaves_the_modes_as_they_were(ask, phase):
     network = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.BatchNorm1d(2), nn.Linear(2, 1))
     seen = []
-
-    class Freezes(Callback):
-        def on_train_epoch_begin(self, run):
-            network[2].eval()  # its statistics are kept in this run
-
-        def on_train_step_end(self, run):
-            seen.append([part.training for part in network])
-
-    class Asks(Callback):
-        pass
-
-    setattr(Asks, phase, lambda self, run: ask(run.model))
+    freezes = when("train_epoch_begin", lambda run: network[2].eval())  # its statistics are kept in this run
+    notes = when("train_step_end", lambda run: seen.append([part.training for part in network]))
     model = Model(network, nn.MSELoss(), torch.optim.SGD(network.parameters(), 0.1), metrics={"mse"})
-    model.train(2, BATCHES, [Freezes(), Asks()])
+    model.train(2, BATCHES, [freezes, notes, when(phase, lambda run: ask(run.model))])
     assert seen == [[True, True, False, True]] * (2 * len(BATCHES))
     ask(model)
     assert not any(part.training for part in network)  # between two runs it stays in evaluation mode
@@ -434,19 +415,18 @@ class Keeps(Callback):
 
 def test_weights_that_are_saved_after_an_evaluation_go_on_with_the_next_epoch(tmp_path):
     """The best ones, say: nothing is evaluated or told twice."""
-    rows = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.randn(12, 1))
-    loader = torch.utils.data.DataLoader(rows, 4, shuffle=True)  # the one of evaluation draws a number, too
+    rows = TensorDataset(torch.randn(12, 2), torch.randn(12, 1))
+    loader = DataLoader(rows, 4, shuffle=True)  # the one of evaluation draws a number, too
 
-    class Saves(Callback):
-        def on_eval_end(self, run):
-            if run.cur_epoch_num == 2 and not (tmp_path / "c").exists():
-                run.model.save(tmp_path / "c")
+    def saves(run):
+        if run.cur_epoch_num == 2 and not (tmp_path / "c").exists():
+            run.model.save(tmp_path / "c")
 
     def trained(saved=None):
         made, kept = linear_model(metrics={"loss"}), Keeps()
         if saved is not None:
             made.load(saved)
-        made.fit(4, loader, loader, callbacks=[kept, Saves()])
+        made.fit(4, loader, loader, callbacks=[kept, when("eval_end", saves)])
         return made.network.weight.tolist(), kept.told
 
     torch.manual_seed(3)
@@ -510,80 +490,51 @@ def seeded():
     return torch.Generator().manual_seed(7)
 
 
-def points():
-    return TensorDataset(torch.arange(24.0).view(12, 2), torch.zeros(12, 1))
-
-
+POINTS = TensorDataset(torch.arange(24.0).view(12, 2), torch.zeros(12, 1))
 LOADERS = {
-    "a list": lambda: [tuple(batch) for batch in DataLoader(points(), batch_size=4)],
-    "shuffled": lambda: DataLoader(points(), batch_size=4, shuffle=True),
+    "a list": lambda: [tuple(batch) for batch in DataLoader(POINTS, batch_size=4)],
+    "shuffled": lambda: DataLoader(POINTS, batch_size=4, shuffle=True),
     "batch sampler": lambda: DataLoader(
-        points(), batch_sampler=BatchSampler(RandomSampler(points(), generator=seeded()), 4, False)
+        POINTS, batch_sampler=BatchSampler(RandomSampler(POINTS, generator=seeded()), 4, False)
     ),
-    "a sampler that is told the epoch": lambda: DataLoader(
-        points(), batch_size=4, sampler=DistributedSampler(points(), 1, 0)
-    ),
+    "a sampler that is told the epoch": lambda: DataLoader(POINTS, 4, sampler=DistributedSampler(POINTS, 1, 0)),
     "a data set that is told the epoch": lambda: DataLoader(ByEpoch(), batch_size=4),
     "a loader with a state": Stateful,
 }
 
 
-class TellsTheEpoch(Callback):
+def tells_the_epoch(loader):
     """As loops by hand do for a `DistributedSampler`."""
-
-    def __init__(self, loader):
-        parts = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
-        self.told = [x for x in parts if hasattr(x, "set_epoch")]
-
-    def on_train_epoch_begin(self, run):
-        for told in self.told:
-            told.set_epoch(run.cur_epoch_num)
-
-
-class Batches(Callback):
-    def __init__(self):
-        self.seen = []
-
-    def on_train_step_end(self, run):
-        self.seen.append(run.model.network.last.clone())
-
-
-class Remembers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-
-    def forward(self, x):
-        self.last = x.detach()
-        return self.linear(x)
-
-
-def small_model():
-    torch.manual_seed(0)
-    net = Remembers()
-    return Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 1e-4))
+    parts = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
+    told = [x for x in parts if hasattr(x, "set_epoch")]
+    return when("train_epoch_begin", lambda run: [x.set_epoch(run.cur_epoch_num) for x in told])
 
 
 @pytest.mark.parametrize("steps", [2, 3, 5], ids=["first epoch", "its end", "second epoch"])
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_resumed_run_draws_the_same_batches(name, steps, tmp_path):
-    whole, batches, loader = small_model(), Batches(), LOADERS[name]()
-    whole.train(3, loader, [batches, TellsTheEpoch(loader)])
-    first, loader = small_model(), LOADERS[name]()
-    first.train(3, loader, [StopsAfter(steps), TellsTheEpoch(loader), Checkpoint(tmp_path / "c")])
-    resumed, rest, loader = small_model(), Batches(), LOADERS[name]()
-    resumed.load(tmp_path / "c")
-    torch.manual_seed(99)
-    resumed.train(3, loader, [rest, TellsTheEpoch(loader)])
-    assert len(rest.seen) == 9 - steps
-    assert_same(rest.seen, batches.seen[steps:])
+    def trained(*callbacks, load=False):
+        """The model and the batches that it saw."""
+        ours, loader, seen = linear_model(rate=1e-4), LOADERS[name](), []
+        ours.network.register_forward_pre_hook(lambda network, args: seen.append(args[0].clone()))
+        if load:
+            ours.load(tmp_path / "c")
+            torch.manual_seed(99)
+        ours.train(3, loader, [*callbacks, tells_the_epoch(loader)])
+        return ours, seen
+
+    whole, batches = trained()
+    trained(stops_after(steps), Checkpoint(tmp_path / "c"))
+    resumed, rest = trained(load=True)
+    assert len(rest) == 9 - steps
+    assert_same(rest, batches[steps:])
     assert_same(resumed.network.state_dict(), whole.network.state_dict())
 
 
 def test_a_checkpoint_of_a_data_set_with_other_generators_is_refused(tmp_path):
-    first = small_model()
-    first.train(2, LOADERS["batch sampler"](), [StopsAfter(2), Checkpoint(tmp_path / "c")])
-    resumed = small_model()
+    first = linear_model()
+    first.train(2, LOADERS["batch sampler"](), [stops_after(2), Checkpoint(tmp_path / "c")])
+    resumed = linear_model()
     resumed.load(tmp_path / "c")
     with pytest.raises(ValueError, match="held 1 random generators, this one holds 0"):
         resumed.train(2, LOADERS["shuffled"]())
@@ -593,12 +544,12 @@ def test_a_checkpoint_of_a_data_set_with_other_generators_is_refused(tmp_path):
     ("loader", "named"),
     [
         (lambda: DataLoader(Draws(), batch_size=4), r"Draws\.own"),
-        (lambda: DataLoader(points(), batch_size=4, num_workers=1, persistent_workers=True), "persistent_workers"),
+        (lambda: DataLoader(POINTS, batch_size=4, num_workers=1, persistent_workers=True), "persistent_workers"),
     ],
 )
 def test_a_load_says_what_it_cannot_restore(loader, named, tmp_path):
-    model, loader = small_model(), loader()
-    model.train(1, loader, [StopsAfter(2), Checkpoint(tmp_path / "c")])
+    model, loader = linear_model(), loader()
+    model.train(1, loader, [stops_after(2), Checkpoint(tmp_path / "c")])
     del loader
     before = copy.deepcopy(model.network.state_dict())
     with pytest.warns(RuntimeWarning, match=f"random state of .*{named}"):
@@ -617,15 +568,8 @@ class Best(Callback):
         (self.best,) = state["best"]["of all"]
 
 
-def trained(callback, path):
-    net = nn.Linear(1, 1)
-    model = Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1))
-    model.train(1, [(torch.ones(1, 1), torch.ones(1, 1))], [callback, Checkpoint(path)])
-    return model
-
-
 @pytest.mark.parametrize("best", [np.float64(1), nn.Linear, nn.Linear(1, 1), range(3)], ids=lambda x: type(x).__name__)
 def test_a_state_that_could_not_be_read_again_is_not_written(best, tmp_path):
     with pytest.raises(TypeError, match=r"^a .* in no checkpoint"):
-        trained(Best(best), tmp_path / "c")
+        linear_model().train(1, BATCHES, [Best(best), Checkpoint(tmp_path / "c")])
     assert not (tmp_path / "c").exists()

@@ -95,9 +95,6 @@ def test_edges_of_the_counts() -> None:
     assert (counts[1], counts[254], counts[127], counts[255], zeros) == (1, 1, 1, 3, 3)
     assert counts.sum() + zeros == 9
     assert math.isnan(largest)
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        assert exponent_counts(torch.tensor([1.5, 0.0], dtype=dtype))[0][127] == 1
-    assert [int(part.sum()) for part in exponent_counts(torch.empty(0))] == [0, 0, 0]
     assert not math.copysign(1, exponent_counts(torch.tensor([-0.0]))[2]) < 0
 
 
@@ -429,18 +426,14 @@ def test_save_and_load_give_the_same_trace(tmp_path: Path) -> None:
     narrow = {"step": np.int32, "loss": np.float32, "scale": np.int64, "seconds": np.float16}
     columns = {key: getattr(trace, key).astype(dtype) for key, dtype in narrow.items()}
     ranges = dataclasses.replace(trace.gradients, zeros=trace.gradients.zeros.astype(np.int32))
-    for held in (
-        trace,
-        dataclasses.replace(trace, **columns, gradients=ranges, measured={"fp16": np.ones(5, np.float32)}),
-    ):
+    other = dataclasses.replace(trace, **columns, gradients=ranges, measured={"fp16": np.ones(5, np.float32)})
+    for held in (trace, other):
         held.save(tmp_path / "t.npz")
         back = Trace.load(tmp_path / "t.npz")
         same(back, held, clock=True)
         assert back.format == trace.format
         assert back.meta == dict(trace.meta) | {"policy": trace.meta["policy"] | {"layers": []}}
-        assert {name: tops.tolist() for name, tops in back.measured.items()} == {
-            name: tops.tolist() for name, tops in held.measured.items()
-        }
+        np.testing.assert_equal(dict(back.measured), dict(held.measured))
     amaxes = AmaxTrace(("a", "b"), np.ones((3, 2)))
     amaxes.save(tmp_path / "b.npz")
     np.testing.assert_array_equal(AmaxTrace.load(tmp_path / "b.npz").amax, amaxes.amax)
@@ -541,6 +534,7 @@ def test_frames_have_one_row_per_step_or_per_step_and_name() -> None:
 NETWORK = small_network()
 READY = small_network()
 READY(batch()[0]).sum().backward()
+CELL = DynamicLossScaleUpdateCell(2.0**12, 2, 100)
 
 
 @pytest.mark.parametrize(
@@ -558,11 +552,7 @@ READY(batch()[0]).sum().backward()
         (lambda: Recorder(READY).record(torch.ones(()), scale=torch.tensor(math.nan)), ValueError, "scale"),
         (lambda: Recorder(READY).record(torch.ones(()), scale=torch.ones(2)), ValueError, "scale"),
         (lambda: Recorder(READY).record(torch.ones(()), unscaled=1), TypeError, "unscaled"),
-        (
-            lambda: Recorder(READY, scaler=DynamicLossScaleUpdateCell(2.0**12, 2, 100)).record(torch.ones(())),
-            TypeError,
-            "scale",
-        ),
+        (lambda: Recorder(READY, scaler=CELL).record(torch.ones(())), TypeError, "scale"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(call, error, words) -> None:

@@ -164,11 +164,8 @@ def test_the_tensor_with_a_stale_scale_is_named():
     amax = np.ones((10, 3), dtype=np.float32)
     amax[6, 1], amax[7, 2] = 50, 4
     trace = AmaxTrace(("a.input", "b.grad", "c.weight"), amax)
-    found = stale_scales(trace)
-    assert [(s.tensor, s.steps, s.first, s.overshoot) for s in found] == [
-        ("b.grad", 1, 6, 50.0),
-        ("c.weight", 1, 7, 4.0),
-    ]
+    found = [(s.tensor, s.steps, s.first, s.overshoot) for s in stale_scales(trace)]
+    assert found == [("b.grad", 1, 6, 50.0), ("c.weight", 1, 7, 4.0)]
     assert recommend_recipe(trace)[0] == "te_current"
     assert recommend_recipe(AmaxTrace(("a.input",), amax[:, :1]))[0] == "te_hybrid_delayed"
     assert stale_scales(trace, margin=6) == []
