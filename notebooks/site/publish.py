@@ -42,7 +42,7 @@ import mpkit  # noqa: E402
 from mpkit.view.quiz import told  # noqa: E402
 from mpkit.view.sheet import ROLES  # noqa: E402
 from mpkit.view.views import Maker, View  # noqa: E402
-from mpkit.view.words import words  # noqa: E402
+from mpkit.view.words import raised, words  # noqa: E402
 
 VIEW = ROOT / "mpkit" / "view"
 UNDER = "notebooks"
@@ -94,20 +94,20 @@ def predict(topic: str, name: str) -> str:
         for b in letters
     }
     buttons = "".join(
-        f'<button type="button" data-letter="{letter}">({letter}) {html.escape(text)}</button>'
+        f'<button type="button" data-letter="{letter}">({letter}) {html.escape(raised(text))}</button>'
         for letter, (text, _) in zip(letters, asked["choices"])
     )
-    prompt = f"<p><b>Predict.</b> {html.escape(asked['ask'])}</p>"
+    prompt = f"<p><b>Predict.</b> {html.escape(raised(asked['ask']))}</p>"
     return f'<div class="mpk-quiz" data-quiz="predict">{prompt}{buttons}<p role="status"></p>{data(says)}</div>'
 
 
 def answer(topic: str, name: str, value: object = None) -> str:
     """A question with a line for the answer."""
     asked = words(topic)["question"][name]
-    right = asked["right"].format(truth=asked["truth"])
-    known = {k: asked.get(k) for k in ("truth", "hint")} | {"rel": asked.get("rel", 1e-9), "right": right}
-    known |= {"hints": [list(pair) for pair in asked.get("hints", ())]}
-    label = f"<label><b>Question.</b> {html.escape(asked['ask'])} <input autocomplete=off></label>"
+    right = raised(asked["right"].format(truth=asked["truth"]))
+    known = {"truth": asked["truth"], "hint": raised(asked["hint"]), "rel": asked.get("rel", 1e-9), "right": right}
+    known |= {"hints": [[wrong, raised(says)] for wrong, says in asked.get("hints", ())]}
+    label = f"<label><b>Question.</b> {html.escape(raised(asked['ask']))} <input autocomplete=off></label>"
     inside = f'{label} <button>Check</button><p role="status"></p>{data(known)}'
     return f'<form class="mpk-quiz" data-quiz="answer" data-name="{topic} {name}">{inside}</form>'
 
