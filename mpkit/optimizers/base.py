@@ -211,7 +211,7 @@ class Optimizer(Declared, Closing, Grouped):
         found: defaultdict[Any, list[int]] = defaultdict(list)
         params, total = group["params"], 0
         strided, by_axes = torch.strided, self.by_axes  # looked up once: with a hundred small tensors it is felt
-        large = LARGE if self.needed(params[0], group) else math.inf  # plain descent computes nothing on the way
+        large = LARGE if self.sliced and self.needed(params[0], group) else math.inf  # else nobody gains by it
         for i, p in enumerate(params):
             if (grad := p.grad) is None:
                 continue
