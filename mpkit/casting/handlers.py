@@ -50,9 +50,10 @@ def _delivered(out: Any, into: Any) -> Any:
 def delivered_in(low: Target) -> Handler:
     """As it comes, with its result in `low`: the rows that an embedding picks are those of a cast table.
 
-    The gradient of a row that was picked several times is so added up in float32. Weights of samples take the table's.
+    The gradient of a row that was picked several times is so added up in float32, also beside
+    weights of samples in `low`.
     """
-    return lambda func, args, kwargs: cast(call(func, args, kwargs, precision(float_tensors((args, kwargs))[0])), low)
+    return lambda func, args, kwargs: cast(promoted(func, args, kwargs), low)
 
 
 def promoted(func: ops.Function, args: Args, kwargs: Kwargs) -> object:

@@ -106,6 +106,7 @@ BESIDE: dict[str, Callable[[Any, Tensor], Any]] = {
     "addbmm_": lambda m, h: torch.zeros(4, 4).addbmm_(h[None], h[None]),
     "embedding_bag": lambda m, h: F.embedding_bag(ROWS, m.w, ROWS[:2], mode="sum", per_sample_weights=h[0]),
     "torch.embedding": lambda m, h: torch.embedding(m.w, ROWS),
+    "a table of integers": lambda m, h: h * F.embedding(ROWS, ROWS[:, None]),
     "huber_loss": lambda m, h: F.huber_loss(h, torch.ones(4, 4)),
     "meshgrid": lambda m, h: torch.meshgrid(h[0], torch.ones(4), indexing="ij")[0],
     "cartesian_prod": lambda m, h: torch.cartesian_prod(h[0], torch.ones(4)),
