@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from mpkit.optimizers.arguments import parameters_of
 
 _PASSED = "Add", "Sub", "Neg", "Clone", "ToCopy", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"
 _MEAN = 1  # what torch stores as the reduction of a loss
+alike = partial(math.isclose, rel_tol=1e-5)  # up to what float32 rounds
 _VALUES = 2**12  # of a gradient that are looked at: enough for a change of all, at a price that no step notices
 
 
@@ -47,7 +49,7 @@ class Watched:
     def __init__(self, optimizer: Optimizer, name: str, scaler: GradScaler | None) -> None:
         self.optimizer, self.name, self.first_scaler = optimizer, name, scaler
         self.told: set[str] = set()  # its mistakes
-        self.applied = False
+        self.applied: bool  # whether its own step ran in the last one of a scaler
         self.waits_for: GradScaler | None = None  # the scaler that stepped it, until its update
         self.life: list[set[str]] = []  # for each step, whether it was "skipped" and a "schedule" moved after it
         self.rates, self.device = rates(optimizer), self.params[0].device.type
@@ -55,7 +57,7 @@ class Watched:
         # it does to all
         self.few = [p for p in self.params if p.requires_grad] or self.params
         self.marks: list[tuple[int, int]] = []
-        self.untouched = False  # when the optimizer's own step began, the gradients were those of the last pass
+        self.untouched: bool  # when the optimizer's own step began, the gradients were those of the last pass
         self.start_over()
 
     def start_over(self) -> None:
@@ -92,9 +94,9 @@ class Watched:
         """Mostly the last says no, a bias or a weight of a norm, which is small."""
         return not any(p.grad is not None and bool(_values(p.grad).any()) for p in reversed(self.params))
 
-    def shrunk(self) -> float:
-        """How many times larger the gradients were after the last pass, or after `unscale_`; NaN if nobody looked."""
-        return length(self.norms) / (length(lengths(self.few)) or math.nan) if self.norms else math.nan
+    def divided_by(self, number: float) -> bool:
+        """Whether the gradients were so many times larger after the last pass, or after `unscale_`."""
+        return bool(self.norms) and alike(length(self.norms) / (length(lengths(self.few)) or math.nan), number)
 
     def changes(self) -> dict[str, bool]:
         """Whether the gradients of scaled passes were limited, or their NaN taken out, before they are unscaled."""
@@ -105,8 +107,8 @@ class Watched:
             return {}  # they were cleared, or a part of them was set
         before, now = length(self.norms), length(lengths(self.few))
         ratio = before / now if now else math.nan
-        shared = ratio < 1024 and math.isclose(ratio, round(ratio), rel_tol=1e-5)  # a mean over so many
-        divided = shared or math.isclose(ratio, scale_of(self.scaler), rel_tol=1e-5)
+        shared = ratio < 1024 and alike(ratio, round(ratio))  # a mean over so many
+        divided = shared or alike(ratio, scale_of(self.scaler))
         return {
             "nan_hidden": not math.isfinite(before) and math.isfinite(now),
             "clip_before_unscale": math.isfinite(before) and ratio > 1 and not divided,
@@ -126,9 +128,9 @@ class Watched:
         """Whether the reader divided the sum of gradients by the number of micro-batches, or by all that their losses
         were multiplied by; clipping it perhaps after."""
         pairs = zip(self.marks, look(self.few))
-        edits = max((new[1] - old[1] for old, new in pairs if old[0] == new[0]), default=2)
+        edits = [new[1] - old[1] for old, new in pairs if old[0] == new[0]]  # none where others took their place
         whole = len(self.fresh), sum(max(p.means, default=0.0) for p in self.fresh)
-        return edits > 1 or any(math.isclose(self.shrunk(), by, rel_tol=1e-5) for by in whole)
+        return not edits or max(edits) > 1 or any(map(self.divided_by, whole))
 
 
 def rates(optimizer: Optimizer) -> list[object]:
@@ -165,10 +167,10 @@ def _values(grad: Tensor) -> Tensor:
 
 def undivided(passes: list[Pass]) -> bool:
     """Whether several passes from one place each had a mean that nothing divided by their number."""
-    for site, count in Counter(p.site for p in passes).items() if len(passes) > 1 else ():
-        alike = [max(p.means, default=0.0) for p in passes if p.site == site]
-        divided = any(math.isclose(m * count, 1, rel_tol=1e-3) for m in alike) or sum(alike) <= 1.01
-        if count > 1 and not divided and all(alike):
+    for site, count in Counter(p.site for p in passes).items():
+        shares = [max(p.means, default=0.0) for p in passes if p.site == site]
+        divided = any(math.isclose(m * count, 1, rel_tol=1e-3) for m in shares) or sum(shares) <= 1.01
+        if count > 1 and not divided and all(shares):
             return True
     return False
 
@@ -220,7 +222,7 @@ def noted(key: str, graph: Iterable[Node]) -> Any:
 def divides_by(node: Node | None, number: float) -> bool:
     """Whether this node divides by `number`, or multiplies by its inverse."""
     by = _factor(node)
-    return by is not None and math.isclose(by * number, 1, rel_tol=1e-6)
+    return by is not None and alike(by * number, 1)
 
 
 def _name(node: Node | None) -> str:

@@ -148,7 +148,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         return Pass(
             site=hash(tuple((id(frame.f_code), frame.f_lasti) for frame in callers())),
             scaler=scaler,
-            factor=max((factor for factor, _ in factors), default=1.0 / scale),
+            factor=max((factor for factor, _ in factors), default=seed),
             means=tuple(factor for factor, mean in factors if mean and once),
             low=any(result.dtype == torch.float16 for result in results),
         )
@@ -233,7 +233,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         for watched in self._watched:
             watched.waits_for = None if watched.waits_for is scaler else watched.waits_for
             fused = getattr(watched.optimizer, "_step_supports_amp_scaling", False)
-            if scale_of(scaler) < before and (fused or not watched.applied) and watched.life:
+            if scale_of(scaler) < before and watched.life and (fused or not watched.applied):
                 watched.life[-1].add("skipped")
         return result
 
@@ -284,7 +284,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             **watched.changes(),
             not_cleared=fresh and watched.used,
             unscaled_backward=scaler is not None and plain,
-            bare_step=bare and (watched.unscaled or not math.isclose(watched.shrunk(), scale_of(by), rel_tol=1e-5)),
+            bare_step=bare and (watched.unscaled or not watched.divided_by(scale_of(by))),
             no_scaler=scaler is None and any(p.low for p in plain),
             not_divided=undivided(fresh) and not watched.divided_later(),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -86,7 +87,7 @@ class Watch(TorchDispatchMode):
         # The first forward operation that made +inf or NaN out of finite numbers, even if the loss is finite. A -inf
         # alone does not count: masks of -1e9 become that in float16, and a softmax rightly makes zeros of them.
         self.hidden: Event | None = None
-        self._events = 0
+        self._numbers = itertools.count()  # of events
         self._made: dict[int, tuple[Origin, Tensor]] = {}  # by storage; the tensor keeps the storage alive
         self._nodes: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module and operation
         self._path: list[str] = []
@@ -179,8 +180,7 @@ class Watch(TorchDispatchMode):
     def _new(self, operation: str, before: list[Origin], kinds: set[str], operands: tuple[Operand, ...]) -> Origin:
         module, of = self._origin() if self.backward and not self._path else (self._where(), "")
         phase = "backward" if self.backward else "forward"
-        event = Event(self._events, operation, module, phase, of, operands)
-        self._events += 1
+        event = Event(next(self._numbers), operation, module, phase, of, operands)
         first = _merged(before).event or event
         if "nan" not in kinds and kinds <= set[str]().union(*(origin.meant for origin in before)):
             return Origin(first, meant=frozenset(kinds))
@@ -202,8 +202,7 @@ class Watch(TorchDispatchMode):
     def _origin(self) -> tuple[str, str]:
         """Module and forward operation that the running backward operation belongs to."""
         node = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else 2**63
-        known = [n for n in self._nodes if n <= number < 2**63]
+        known = [n for n in self._nodes if node is not None and n <= node._sequence_nr() < 2**63]
         return self._nodes[max(known)] if known else (OUTSIDE, "")
 
 

@@ -63,7 +63,10 @@ OWN = {  # module -> what the names of its test files begin with; EVERY: those o
     "boost": ("test_boost", "test_golden_boost", "test_a", "test_dim", "test_freeze", "test_group", "test_less"),
     "record": ("test_record", "test_amax", "test_traces", "test_strange"),
     "replay": ("test_replay", "test_tensor_scale"),
-    "diagnose": ("test_diagnose", "test_preflight", "test_watch", "test_public_reports", "test_recommend"),
+    "diagnose": (
+        *("test_diagnose", "test_preflight", "test_watch", "test_public_reports", "test_recommend"),
+        *("test_amaxes", "test_tensor_scales"),
+    ),
 }
 ASKED = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not browser"]
 FEW = 20  # tests that run first; most mutants are killed by them

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -156,6 +158,19 @@ def weight_normed() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 3))
 
 
+def derived() -> nn.Module:
+    """Holds a tensor that autograd made, which has no copy of its own."""
+    network = chain(nn.ReLU())
+    network.derived = network.first.weight * 2
+    return network
+
+
+def falls_back(m: Any, x: Tensor) -> Tensor:
+    with contextlib.suppress(RuntimeError):
+        return m.part(x)
+    return (x * 0 + 300) ** 2
+
+
 def words_in(table: nn.Module) -> nn.Module:
     torch.manual_seed(21)
     return nn.Sequential(table, Op(lambda e: e.mean(1)), nn.Linear(8, 3))
@@ -203,7 +218,8 @@ def causal(size: int, all_of_row: int | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault and what the report must say; `operation` is a word in the operation's name."""
+    """A planted fault and what the report must say; `operation` is a word in the operation's name, and behind an "of"
+    there is the one whose gradient it computes."""
 
     name: str
     network: Callable[[], nn.Module]
@@ -214,23 +230,24 @@ class Fault:
     operation: str = ""
     loss: Callable[..., Tensor] = F.cross_entropy
     options: tuple[tuple[str, Any], ...] = ()
+    cures: str = ""
 
 
 FAULTS = [
     Fault("log of zero", lambda: chain(F.relu, lambda x: torch.log(x * 0)), rows, "model_non_finite", "forward", "part1", "log"),
     Fault("exp of 100", lambda: chain(lambda x: torch.exp(x * 0 + 100)), rows, "model_non_finite", "forward", "fault", "exp"),
     Fault("0/0 of a norm", lambda: chain(lambda x: x * 0 / (x * 0).norm()), rows, "model_non_finite", "forward", "fault", "div"),
-    Fault("slope of a root at 0", lambda: chain(lambda x: (x * 0).sqrt()), rows, "model_non_finite", "backward", "fault", "div"),
+    Fault("slope of a root at 0", lambda: chain(lambda x: (x * 0).sqrt()), rows, "model_non_finite", "backward", "fault", "div of sqrt"),
     Fault("slope of acos at 1", lambda: chain(lambda x: torch.acos(x * 0 + 1)), rows, "model_non_finite", "backward", "fault", ""),
     Fault("0 times log 0", lambda: chain(lambda x: torch.where(x > 9, x, -math.inf) * 0), rows, "model_non_finite", "forward", "fault", "mul"),
-    Fault("square of 300", lambda: chain(lambda x: (x * 0 + 300) ** 2), rows, "forward_overflow", "forward", "fault", "pow"),
-    Fault("minus inf before a softmax", lambda: chain(lambda x: ((x * 0 + 300) * -300).softmax(-1)), rows, "forward_overflow", "forward", "fault", "mul"),
-    Fault("square of 300, one value", lambda: chain(lambda x: x * (x.sum() * 0 + 300) ** 2), rows, "forward_overflow", "forward", "fault", "pow"),
-    Fault("overflow under a mask, emulated", lambda: chain(lambda x: (causal(8)[:4] - torch.exp(x * 0 + 88.72)).softmax(-1)), rows, "forward_overflow", "forward", "fault", "exp", options=(("dtype", FP16),)),
-    Fault("overflow rounded by bits", lambda: chain(lambda x: torch.exp(x * 0 + 88.72) * 1e-38), rows, "forward_overflow", "forward", "fault", "exp", options=(("dtype", TF32),)),
-    Fault("variance of a constant", lambda: chain(lambda x: (x * 0) * torch.rsqrt((x * 0).var(-1, keepdim=True) + 1e-9)), rows, "forward_overflow", "forward", "fault", "rsqrt"),
-    Fault("cumprod of threes", lambda: chain(lambda x: (x[:, :1] * 0 + 3).expand(-1, 60).cumprod(1)[:, -8:] * 1e-25), rows, "forward_overflow", "forward", "fault", "cumprod"),
-    Fault("softmax over large logits", lambda: nn.Sequential(attention(1e5), nn.Linear(8, 3)), rows, "forward_overflow", "forward", "0.scores", "mul"),
+    Fault("square of 300", lambda: chain(lambda x: (x * 0 + 300) ** 2), rows, "forward_overflow", "forward", "fault", "pow", cures="bfloat16"),
+    Fault("minus inf before a softmax", lambda: chain(lambda x: ((x * 0 + 300) * -300).softmax(-1)), rows, "forward_overflow", "forward", "fault", "mul", cures="keep fault, bfloat16"),
+    Fault("square of 300, one value", lambda: chain(lambda x: x * (x.sum() * 0 + 300) ** 2), rows, "forward_overflow", "forward", "fault", "pow", cures="bfloat16"),
+    Fault("overflow under a mask, emulated", lambda: chain(lambda x: (causal(8)[:4] - torch.exp(x * 0 + 88.72)).softmax(-1)), rows, "forward_overflow", "forward", "fault", "exp", options=(("dtype", FP16),), cures="keep fault, bfloat16"),
+    Fault("overflow rounded by bits", lambda: chain(lambda x: torch.exp(x * 0 + 88.72) * 1e-38), rows, "forward_overflow", "forward", "fault", "exp", options=(("dtype", TF32),), cures="keep fault, bfloat16"),
+    Fault("variance of a constant", lambda: chain(lambda x: (x * 0) * torch.rsqrt((x * 0).var(-1, keepdim=True) + 1e-9)), rows, "forward_overflow", "forward", "fault", "rsqrt", cures="keep fault, bfloat16"),
+    Fault("cumprod of threes", lambda: chain(lambda x: (x[:, :1] * 0 + 3).expand(-1, 60).cumprod(1)[:, -8:] * 1e-25), rows, "forward_overflow", "forward", "fault", "cumprod", cures="keep fault, bfloat16"),
+    Fault("softmax over large logits", lambda: nn.Sequential(attention(1e5), nn.Linear(8, 3)), rows, "forward_overflow", "forward", "0.scores", "mul", cures="keep 0, bfloat16"),
     Fault("fully masked row", lambda: nn.Sequential(attention(1.0, causal(4, 2)), nn.Linear(8, 3)), rows, "model_non_finite", "forward", "0.softmax", "softmax"),
     Fault("inf in the data", lambda: chain(nn.ReLU()), lambda: touched(rows(), math.inf), "bad_data", "", "batch[0]"),
     Fault("NaN in the data", lambda: convolution(), lambda: touched(images(), math.nan), "bad_data", "", "batch[0]"),
@@ -239,31 +256,39 @@ FAULTS = [
     Fault("inf bias of a convolution", lambda: with_weight(convolution(), "conv.bias", lambda b: b[0].fill_(math.inf)), images, "weights_non_finite", "", "parameter conv.bias"),
     Fault("NaN running variance", lambda: with_weight(convolution().eval(), "norm.running_var", lambda b: b.fill_(math.nan)), images, "weights_non_finite", "", "buffer norm.running_var"),
     Fault("NaN row of an embedding", lambda: embedded(lambda w: w[3].fill_(math.nan)), lambda: (torch.tensor([3, 1]), torch.tensor([0, 1])), "weights_non_finite", "", "parameter table.weight"),
-    Fault("embedding beyond float16", lambda: embedded(lambda w: w.fill_(1e5)), lambda: (torch.tensor([3, 1]), torch.tensor([0, 1])), "forward_overflow", "forward", "table", "cast to float16"),
-    Fault("convolution with weights of 1e5", lambda: convolution(1e6), images, "forward_overflow", "forward", "conv", ""),
-    Fault("the same, emulated", lambda: convolution(1e6), images, "forward_overflow", "forward", "conv", "", options=(("dtype", FP16),)),
-    Fault("300 in E4M3", lambda: chain(lambda x: (x * 0 + 30) ** 2), rows, "forward_overflow", "forward", "fault", "", options=(("dtype", E4M3FN),)),
-    Fault("recurrent growth", growing_rnn, sequences, "forward_overflow", "forward", "rnn", "", loss=mean),
-    Fault("loss scale 2^40, perceptron", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "", "cast to float16", options=(("scale", 2.0**40),)),
-    Fault("loss scale 2^40, O1", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "last", "cast to float16", options=(("scale", 2.0**40), ("level", "O1"))),
-    Fault("loss scale 2^40, transformer", lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), Op(lambda h: h.mean(1))), lambda: (sequences(), torch.tensor([0, 1])), "scale_too_high", "backward", "", "cast to float16", options=(("scale", 2.0**40),)),
+    Fault("embedding beyond float16", lambda: embedded(lambda w: w.fill_(1e5)), lambda: (torch.tensor([3, 1]), torch.tensor([0, 1])), "forward_overflow", "forward", "table", "cast to float16", cures="bfloat16"),
+    Fault("convolution with weights of 1e5", lambda: convolution(1e6), images, "forward_overflow", "forward", "conv", "", cures="keep conv, bfloat16"),
+    Fault("the same, emulated", lambda: convolution(1e6), images, "forward_overflow", "forward", "conv", "", options=(("dtype", FP16),), cures="keep conv, bfloat16"),
+    Fault("300 in E4M3", lambda: chain(lambda x: (x * 0 + 30) ** 2), rows, "forward_overflow", "forward", "fault", "", options=(("dtype", E4M3FN),), cures="bfloat16"),
+    Fault("recurrent growth", growing_rnn, sequences, "forward_overflow", "forward", "rnn", "", loss=mean, cures="keep rnn, bfloat16"),
+    Fault("loss scale 2^40, perceptron", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "(network)", "cast to float16 of cast to float32", options=(("scale", 2.0**40),)),
+    Fault("loss scale 2^40, O1", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "last", "cast to float16 of cast to float32", options=(("scale", 2.0**40), ("level", "O1"))),
+    Fault("loss scale 2^40, transformer", lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), Op(lambda h: h.mean(1))), lambda: (sequences(), torch.tensor([0, 1])), "scale_too_high", "backward", "(network)", "cast to float16 of cast to float32", options=(("scale", 2.0**40),)),
     Fault("loss scale 2^40, sparse gradients", lambda: words_in(nn.Embedding(10, 8, sparse=True)), lambda: (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), "scale_too_high", "backward", "", "", options=(("scale", 2.0**40),)),
-    Fault("slope of a root at 0, late", lambda: chain(*[Op(lambda x: x + 1)] * 200, lambda x: (x * 0).sqrt()), rows, "model_non_finite", "backward", "part200", "div"),
-    Fault("exp of a GRU's output", lambda: nn.Sequential(last_of(nn.GRU(8, 8, batch_first=True)), Op(lambda h: (h * 0 + 12).exp())), lambda: (sequences(), torch.tensor([0, 1])), "forward_overflow", "forward", "1", "exp"),
+    Fault("slope of a root at 0, late", lambda: chain(*[Op(lambda x: x + 1)] * 200, lambda x: (x * 0).sqrt()), rows, "model_non_finite", "backward", "part200", "div of sqrt"),
+    Fault("exp of a GRU's output", lambda: nn.Sequential(last_of(nn.GRU(8, 8, batch_first=True)), Op(lambda h: (h * 0 + 12).exp())), lambda: (sequences(), torch.tensor([0, 1])), "forward_overflow", "forward", "1", "exp", cures="keep 1, bfloat16"),
     Fault("NaN weight of an LSTM", lambda: with_weight(last_of(nn.LSTM(8, 4, batch_first=True)), "rnn.weight_hh_l0", lambda w: w[0].fill_(math.nan)), sequences, "weights_non_finite", "", "parameter rnn.weight_hh_l0", loss=mean),
-    Fault("square of 300, checkpointed", lambda: chain(checkpointed(lambda x: (x * 0 + 300) ** 2)), rows, "forward_overflow", "forward", "fault.inner.1", "pow"),
-    Fault("the same, re-entrant", lambda: chain(checkpointed(lambda x: (x * 0 + 300) ** 2, True)), rows, "forward_overflow", "forward", "fault.inner.1", "pow"),
-    Fault("slope of a root at 0, checkpointed", lambda: chain(checkpointed(lambda x: (x * 0).sqrt())), rows, "model_non_finite", "backward", "fault.inner.1", "div"),
-    Fault("gain of 1e6 between tied layers", lambda: tied(1e6), rows, "forward_overflow", "forward", "grow", "mul"),
+    Fault("square of 300, checkpointed", lambda: chain(checkpointed(lambda x: (x * 0 + 300) ** 2)), rows, "forward_overflow", "forward", "fault.inner.1", "pow", cures="bfloat16"),
+    Fault("the same, re-entrant", lambda: chain(checkpointed(lambda x: (x * 0 + 300) ** 2, True)), rows, "forward_overflow", "forward", "fault.inner.1", "pow", cures="bfloat16"),
+    Fault("slope of a root at 0, checkpointed", lambda: chain(checkpointed(lambda x: (x * 0).sqrt())), rows, "model_non_finite", "backward", "fault.inner.1", "div of sqrt"),
+    Fault("gain of 1e6 between tied layers", lambda: tied(1e6), rows, "forward_overflow", "forward", "grow", "mul", cures="bfloat16"),
     Fault("masked_fill of a whole row", lambda: filled(0), rows, "model_non_finite", "forward", "0.softmax", "softmax"),
-    Fault("exp in place", lambda: chain(lambda x: x.mul_(0).add_(20).exp_()), rows, "forward_overflow", "forward", "fault", "exp"),
+    Fault("exp in place", lambda: chain(lambda x: x.mul_(0).add_(20).exp_()), rows, "forward_overflow", "forward", "fault", "exp", cures="bfloat16"),
     Fault("every target ignored", lambda: chain(), lambda: (rows()[0], torch.full((4,), -100)), "model_non_finite", "forward", "(loss function)", "nll_loss"),
     Fault("weight norm of a zero row", lambda: with_weight(weight_normed(), "0.parametrizations.weight.original1", lambda w: w[2].zero_()), rows, "model_non_finite", "forward", "0.parametrizations.weight.0", "weight_norm"),
     Fault("negative running variance", lambda: with_weight(convolution().eval(), "norm.running_var", lambda b: b.fill_(-1)), images, "model_non_finite", "forward", "norm", "batch_norm"),
     Fault("bias of -inf", lambda: with_weight(upscaled(), "0.bias", lambda b: b.fill_(-math.inf)), images, "weights_non_finite", "", "parameter 0.bias"),
     Fault("NaN in the padding row", lambda: with_weight(words_in(nn.Embedding(10, 8, padding_idx=0)), "0.weight", lambda w: w[0].fill_(math.nan)), lambda: (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), "weights_non_finite", "", "parameter 0.weight"),
-    Fault("a loss a million times too large", lambda: chain(), rows, "gradient_overflow", "backward", "", "cast to float16", loss=lambda o, y: F.cross_entropy(o, y) * 1e7),
+    Fault("a mask times 0", lambda: Written(lambda m, x, k: m.last(x + m.times(m.view(k))), view=Op(lambda k: k[:4]), times=Op(lambda k: k * 0), last=linear()), lambda: ((rows()[0], causal(8)), rows()[1]), "model_non_finite", "forward", "times", "mul"),
+    Fault("square of 300 behind a part that fails", lambda: chain(Written(falls_back, part=Op(lambda x: x + torch.ones(7)))), rows, "forward_overflow", "forward", "fault", "pow", cures="bfloat16"),
+    Fault("a loss a million times too large", lambda: chain(), rows, "gradient_overflow", "backward", "(network)", "cast to float16 of cast to float32", loss=lambda o, y: F.cross_entropy(o, y) * 1e7, cures="bfloat16"),
 ]  # fmt: skip
+
+OPERANDS = {
+    "square of 300, one value": "a float16 tensor of one value with values from 300 to 300",
+    "0 times log 0": "a float32 tensor of 4x8 with values from nan to nan; 32 are not finite",
+    "embedding beyond float16": "a float32 tensor of 2x8 with values from 1e+05 to 1e+05",
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
@@ -276,9 +301,13 @@ def test_a_planted_fault_is_named(fault):
 
     assert report.verdict == fault.verdict, str(report)
     if fault.phase:
+        operation, _, of = fault.operation.partition(" of ")
         assert report.phase == fault.phase, str(report)
-        assert fault.operation in report.operation, str(report)
+        assert operation in report.operation, str(report)
+        assert report.gradient_of == of or not operation, str(report)
         assert report.operands
+    assert fault.name not in OPERANDS or list(map(str, report.operands)) == [OPERANDS[fault.name]]
+    assert ", ".join(f"{cure.kind} {cure.what}".strip() for cure in report.cures) == fault.cures
     if fault.module:
         assert report.module == fault.module, str(report)
     works = report.max_scale
@@ -370,6 +399,7 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     ("embedding with sparse gradients", lambda: words_in(nn.Embedding(10, 8, sparse=True)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
     ("targets left out", lambda: chain(), (rows()[0], torch.tensor([0, -100, 2, -100])), F.cross_entropy, {}),
     ("weight norm", weight_normed, rows(), F.cross_entropy, {}),
+    ("a weight made of others", derived, rows(), F.cross_entropy, {}),
     ("in place", lambda: chain(lambda x: x.mul_(2).relu_()), rows(), F.cross_entropy, {}),
     ("tied layers", lambda: tied(1.0), rows(), F.cross_entropy, {}),
     ("checkpointed", lambda: chain(checkpointed(F.relu)), rows(), F.cross_entropy, {}),
@@ -398,9 +428,15 @@ def test_no_false_alarm(name, make, batch, loss, options):
     assert 0 <= report.lost <= 1
 
 
-def test_no_scale_above_the_powers_of_float32_is_tried():
+def test_scales_are_tried_from_2_to_the_minus_40_to_the_end_of_float32():
     zeros = torch.zeros(1, 1)  # gradients of 0 at any scale
-    assert diagnose(nn.Linear(1, 1, bias=False), (zeros, zeros), F.mse_loss, scale=1.0).max_scale == 2.0**127
+    report = diagnose(nn.Linear(1, 1, bias=False), (zeros, zeros), F.mse_loss, scale=1.0)
+    assert (report.max_scale, report.lost) == (2.0**127, 0.0)
+    for power, want in ((15, 1.0), (55, 2.0**-40), (56, None)):  # the slope at the output is 2**power times the scale
+        loss = partial(lambda gain, out: out.float().sum() * gain, 2.0**power)
+        report = diagnose(nn.Linear(1, 1).half(), torch.ones(1, 1).half(), loss, level=None, scale=2.0)
+        assert (report.verdict, report.max_scale) == ("scale_too_high" if want == 1 else "gradient_overflow", want)
+        assert math.isnan(report.lost_at_scale)
 
 
 def test_the_lost_share_counts_gradients_that_float16_flushes():

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (one report per line reads best)
 """Advice that works, and networks, batches and losses of every kind."""
 
 from __future__ import annotations
@@ -6,9 +7,10 @@ import collections
 import copy
 import math
 import random
+import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,10 @@ from test_diagnose import FAULTS, Fault, Op, Written, chain, linear, rows
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, to_float
-from mpkit.diagnose import diagnose
+from mpkit.diagnose import Report, diagnose
+from mpkit.diagnose.copies import tensors_of
+from mpkit.diagnose.report import AS_IT_IS, IN_AUTOCAST, Cure
+from mpkit.diagnose.watch import Operand
 from mpkit.diagnose.words import WORDS
 from mpkit.formats import BF16, FP16, TF32, FloatFormat
 
@@ -173,6 +178,13 @@ def test_a_batch_in_any_container_is_looked_into(
     assert (report.verdict, report.module) == ("bad_data", place)
     after = diagnose(network, (wrap(x.half()), y), F.cross_entropy, scale=1.0)
     assert after.verdict == "healthy"  # float32 runs in float32
+
+
+def test_a_batch_is_looked_into_six_deep() -> None:
+    nest: Any = torch.ones(1)
+    for _ in range(6):
+        nest = [nest]
+    assert [[name for name, _ in tensors_of("x", deep)] for deep in (nest, [nest])] == [["x[0][0][0][0][0][0]"], []]
 
 
 class Doubles(nn.Module):
@@ -353,3 +365,78 @@ def test_a_dict_of_inputs_is_a_batch() -> None:
     assert (report.verdict, report.module) == ("bad_data", "batch['x']")
     with pytest.raises(TypeError, match=r"one tensor or a dict of inputs, got tuple; several inputs go into a tuple"):
         diagnose(chain(), (x, y, y), F.cross_entropy)
+
+
+# --- which sentences a report says
+
+
+def keys_of(report: Report) -> str:
+    """The keys of its sentences, line by line; of one in parts of its own the line."""
+
+    def key(line: str) -> str:
+        for part in ("report", "advice", "hints"):
+            for name, words in WORDS[part].items():
+                if re.fullmatch("(.*)".join(map(re.escape, re.split(r"\{.*?\}", words))), line):
+                    return name
+        return line
+
+    return " ".join(key(line.strip().removeprefix("-> ")) for line in str(report).splitlines()[1:])
+
+
+def operand(low: float) -> tuple[Operand]:
+    return (Operand(torch.float16, (2, 3), low, 2.0, 1),)
+
+
+BELOW, AT_0 = {"phase": "forward", "operands": operand(-1e-3)}, {"phase": "forward", "operands": operand(0.0)}
+NONE, CURE = {"max_scale": None}, (Cure("bfloat16"),)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "fields", "keys"),
+    [
+        ("healthy", {}, "level"),
+        ("healthy", {"level": AS_IT_IS}, "as_is"),
+        ("healthy", {"level": IN_AUTOCAST, "lost": 0.2}, "as_is lost"),
+        ("healthy", {"lost": 0.2, "lost_at_scale": 0.05, "lost_at_best": 0.05}, "level lost"),
+        ("healthy", {"lost": 0.2, "lost_at_scale": 0.06, "lost_at_best": 0.05}, "level lost raise_it"),
+        ("healthy", {"lost": 0.5, "lost_at_scale": 0.4, "lost_at_best": 0.2}, "level lost raise_it"),
+        ("healthy", {"lost": 0.5, "lost_at_scale": 0.4, "lost_at_best": 0.21}, "level lost no_scale_helps"),
+        ("healthy", {"lost": 0.1, "lost_at_scale": 0.09, "lost_at_best": 0.06}, "level lost no_scale_helps"),
+        ("scale_too_high", {"operation": "mm", "gradient_of": "mm"}, "born level lower_it now_and_then"),
+        ("gradient_overflow", {"operation": "cast to float16"}, "born level would_fit divide"),
+        ("gradient_overflow", NONE, "level divide"),
+        ("gradient_overflow", {"operation": "mul", "gradient_of": "rsqrt"}, "born level rsqrt would_fit divide"),
+        ("gradient_overflow", {"operation": "sqrt"} | BELOW, "born went_in level negative would_fit divide"),
+        ("gradient_overflow", {"operation": "sqrt"} | BELOW | {"phase": "backward"}, "born went_in level sqrt would_fit divide"),
+        ("forward_overflow", {"operation": "sqrt"} | AT_0, "born went_in level sqrt no_cure hidden"),
+        ("forward_overflow", {"operation": "mul"} | BELOW, "born went_in level mul no_cure hidden"),
+        ("forward_overflow", {"operation": "logical_not", "level": AS_IT_IS}, "born as_is not_tried hidden"),
+        ("forward_overflow", {"operation": "weight_norm_interface", "low_loss": math.nan, "cures": CURE}, f"born level weight_norm {CURE[0]} not_the_scale"),
+        ("precision_lost", {"module": "table", "cures": CURE}, f"digits level {CURE[0]}"),
+        ("precision_lost", {"module": "buffer x"}, "digits level wide_buffer"),
+        ("forward_overflow", {"module": "buffer x", "operation": "copy"}, "born level no_cure hidden"),
+        ("lost_in_forward", {"operation": "exp"}, "zeros level no_scale_helps larger"),
+        ("lost_in_forward", {"operation": "exp", "cures": CURE}, f"zeros level no_scale_helps {CURE[0]}"),
+        ("model_non_finite", {"operation": "log"} | AT_0, "born went_in log repair_model"),
+        ("bad_data", {"module": "batch"}, "held repair_data"),
+        ("weights_non_finite", {"module": "parameter x"}, "held checkpoint check_skips"),
+        ("gradients_non_finite", {"module": "x", "beside": "mul in x"}, "held level clear beside"),
+        ("scale_zero", {"scale": 0.0}, "begin_again"),
+        ("scale_zero", {"scale": 0.0} | NONE, ""),
+    ],
+)  # fmt: skip
+def test_what_a_report_says(verdict: str, fields: dict[str, Any], keys: str) -> None:
+    seen: dict[str, Any] = {"low_loss": 1.0, "scale": 2.0**16, "level": "O2", "max_scale": 2.0**20} | fields
+    assert keys_of(Report(verdict, 1.0, dtype="float16", **seen)) == keys
+
+
+def test_numbers_in_a_report() -> None:
+    report = Report("healthy", 1.0, 1.0, 2.0**16, "O2", "float16", max_scale=None, lost=0.1234, lost_at_scale=0.0567)
+    level = "The level is O2 in float16. Your loss scale is 2^16 = 65536. No loss scale works."
+    lost = "Of the gradient values, 12.3 % are lost to zero at scale 1, and 5.7 % at 2^16 = 65536."
+    assert str(report).splitlines()[1:3] == [f"  {level}", f"  {lost}"]
+    alone = replace(report, lost_at_scale=math.nan)
+    assert str(alone).splitlines()[2].endswith("12.3 % are lost to zero at scale 1.")
+    assert str(operand(-1.0)[0]) == "a float16 tensor of 2x3 with values from -1 to 2; 1 are not finite"
+    one = Operand(torch.float16, (), 1.0, 2.0, 0)
+    assert str(one) == "a float16 tensor of one value with values from 1 to 2"

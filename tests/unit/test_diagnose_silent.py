@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, to_float
 from mpkit.diagnose import Report, diagnose, preflight, watch_loop
+from mpkit.diagnose.precision import Call, ModuleLoss, module_losses
 
 Y = torch.arange(64) % 3
 
@@ -76,7 +77,7 @@ def before_last(function: Callable[[Tensor], Tensor], first: Callable[[Tensor], 
 
 
 LOST = {
-    "mul": lambda x: x * 1e-9,
+    "mul": lambda x: x * 1e-9 + (x[:0] * 2).sum(),  # and once of nothing
     "softmax": lambda x: (x * 60).softmax(-1),
     "div": lambda x: x / 1e9,
     "exp": lambda x: (-x.abs() - 40).exp(),
@@ -160,6 +161,49 @@ def test_running_statistics_beyond_the_format_are_named() -> None:
     report = diagnose(network, (x, Y), wide_loss, level=None, scale=1.0)
     assert (report.verdict, report.module) == ("precision_lost", "buffer 1.running_var")
     assert diagnose(network, (x / 100, Y), wide_loss, level=None, scale=1.0).verdict == "healthy"
+
+
+ROWS = 1 + torch.arange(8)[:, None] * 2.0**-10  # different, but by little
+TO_2, TO_3, TO_4 = ROWS[[0] * 4 + [1] * 4], ROWS[[0] * 4 + [1, 1, 2, 2]], ROWS[[0, 0, 1, 1, 2, 2, 3, 3]]
+
+
+@pytest.mark.parametrize(
+    ("given", "made", "step", "lost"),  # each in float32 and below; an error of more than 0.1 is much
+    [
+        ([[1.0]] * 2, ([[8.0]], [[9.0]]), 0.0, True),
+        ([[1.0]] * 2, ([[16.0]], [[17.0]]), 0.0, False),
+        ([[1.0]] * 2, ([[2.0]], [[3.0]]), 2.0**-5, False),  # not in a format whose step is a 16th of it
+        ([[1.0]] * 2, ([[64.0]], [[97.0]]), 2.0**-5, True),
+        (([[8.0]], [[9.0]]), ([[2.0]], [[3.0]]), 0.0, False),  # nor where a quarter had come in
+        (([[8.0]], [[9.0]]), ([[64.0]], [[97.0]]), 0.0, True),
+        ([[1e4]] * 2, ([[1.0]], [[2.0]]), 0.0, False),  # nor of what is left of much larger numbers
+        ([[1e4]] * 2, ([[1.5]], [[3.0]]), 0.0, True),
+        ([[1.0]] * 2, ([[0.0]], [[1.0]]), 0.0, False),  # nothing has no digits
+        ([ROWS] * 2, (ROWS, TO_2), 0.0, True),  # a quarter of eight rows is left
+        ([ROWS] * 2, (ROWS, TO_3), 0.0, False),
+        ([ROWS] * 2, (ROWS[:7], ROWS[[0] * 7]), 0.0, False),
+        ((ROWS, TO_4), (ROWS, TO_2), 0.0, True),  # half of them had come in
+        ((ROWS, TO_3), (ROWS, TO_2), 0.0, False),
+    ],
+)
+def test_a_module_that_loses_more_than_it_must_and_more_than_came_in(given, made, step, lost) -> None:
+    full, low = ([Call("m", nn.Linear, *([torch.as_tensor(t[i])] for t in (given, made)))] for i in (0, 1))
+    assert (module_losses(full, low, step)[1] is not None) == lost
+
+
+def test_losses_of_modules_are_told_in_order_and_the_first_that_lost_by_itself() -> None:
+    def calls(*made: float) -> list[Call]:
+        kinds = (nn.Dropout, nn.Linear, nn.Linear, nn.Linear)
+        return [Call(name, kind, [], [torch.tensor([m])]) for name, kind, m in zip("abcd", kinds, made)]
+
+    full, low = calls(1.0, math.nan, 2.0, 1.0), calls(9.0, 1.0, 3.0, 2.0)
+    want = tuple(ModuleLoss(name, error, 0, 0) for name, error in (("a", 8.0), ("c", 0.5), ("d", 1.0)))
+    assert module_losses(full, low, 0.0) == (want, want[1])
+    assert module_losses(full, low[:3], 0.0) == ((), None)
+    assert [str(ModuleLoss("a", 0.25, rows, 4)).removeprefix("a: relative error 0.25") for rows in (1, 4)] == [
+        ", 1 of 4 distinct rows",
+        "",
+    ]
 
 
 # --- before anything else

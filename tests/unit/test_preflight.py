@@ -18,6 +18,8 @@ from mpkit import optimizers
 from mpkit.boost import FreezeOpt
 from mpkit.casting import auto_mixed_precision
 from mpkit.diagnose import Finding, preflight
+from mpkit.diagnose.words import WORDS
+from mpkit.formats import BF16, FP16, FP32
 from mpkit.optimizers import BFloat16Weights
 from mpkit.schedules import CosineDecayLR
 
@@ -93,7 +95,7 @@ def test_updates_that_round_away_and_the_way_out() -> None:
     for dtype, rate, word in ((torch.float16, 0.1, "float32"), (torch.float32, 1e-6, "learning rate")):
         layer = weights(dtype, grad=1e-3)
         optimizer = torch.optim.SGD(layer.parameters(), rate)
-        (found,) = named(layer, "updates are below half an ulp", "O0", optimizer)
+        (found,) = named(layer, "half an ulp", "O0", optimizer)  # nothing decays
         before = layer.weight.clone()
         optimizer.step()
         assert torch.equal(layer.weight, before)  # and so it is
@@ -192,3 +194,33 @@ def test_tensors_that_are_not_finite(change: Any, where: str) -> None:
 def test_lazy_modules_meta_tensors_and_integers_hold_nothing() -> None:
     network = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3, device="meta"), nn.BatchNorm1d(3))
     assert preflight(network, torch.optim.SGD(network[2].parameters(), 0.1))[0].what.startswith("it is trainable")
+
+
+def test_all_that_is_found_at_once_in_order() -> None:
+    parts = {
+        "a": weights(torch.float16, 1.0, 1e-4),
+        "b": weights(torch.float32, math.inf),
+        "c": weights(torch.bfloat16),
+    }
+    network, stranger = nn.ModuleDict(parts), weights(torch.float32, 1e4, 1.0).weight
+    network.register_buffer("sums", torch.tensor([math.nan]))
+    groups = [{"params": [network["c"].weight, stranger]}, {"params": [network["a"].weight]}]
+    optimizer = torch.optim.AdamW(groups, 1e-5, eps=1e-9, weight_decay=0.01)
+    found = preflight(network, optimizer, "O2", average={"a": torch.ones(1), "b": torch.ones(1).half()})
+    decay = {"lost": "100 %", "decay": 1e-7}
+    wanted: list[tuple[str, str, str, dict[str, Any]]] = [
+        ("error", "a.weight", "parameter_low", {"dtype": "float16", "cast": "level O2"}),
+        ("error", "b.weight", "parameter_not_finite", {}),
+        ("error", "c.weight", "parameter_low", {"dtype": "bfloat16", "cast": "level O2"}),
+        ("error", "sums", "buffer_not_finite", {}),
+        ("error", "optimizer", "strangers", {"count": 1}),
+        ("warning", "b.weight", "left_out", {"count": 1}),
+        ("error", "optimizer group 1", "constant_zero", {"key": "eps", "value": 1e-9, "fmt": FP16}),
+        ("warning", "c.weight", "decay_lost", decay | {"fmt": BF16}),
+        ("warning", "a parameter", "updates_lost", {"lost": "100 %", "fmt": FP32}),
+        ("warning", "a.weight", "updates_lost", {"lost": "100 %", "fmt": FP16}),
+        ("warning", "a.weight", "decay_lost", decay | {"fmt": FP16}),
+        ("warning", "average", "average_low", {"dtype": "float16", "half": 2.0**-11}),
+    ]
+    told = [(f.severity, f.where, f.what) for f in found]
+    assert told == [(s, where, WORDS["preflight"][key]["what"].format(**values)) for s, where, key, values in wanted]
