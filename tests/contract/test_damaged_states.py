@@ -100,6 +100,15 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: stepped(MEMBERS[name]) for name in MEMBERS},
 }
 
+FRESH: dict[str, Callable[[Any], Any]] = {**MEMBERS, "FreezeOpt": frozen, "BFloat16Weights": bf16}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_a_state_of_before_the_first_step_is_taken_over(name):
+    one, other = (FRESH[name]([torch.nn.Parameter(p.bfloat16()) for p in Lines().parameters()]) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    assert_same(other.state_dict(), one.state_dict())
+
 
 def places(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The paths of the entries whose kind matters."""
