@@ -17,7 +17,7 @@ from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.step import WithLossCell
 
 TABLE: dict[str, tuple[Any, Any, Any]] = {  # key -> what it is by default, another value, one that is refused
-    "gradient_split_groups": (None, [7, 23], (1, 2)),
+    "gradient_split_groups": (None, [0, 23], (1, 2)),
     "device_number": (8, 1, 0),
     "fn_flag": (True, False, 1),
     "gc_flag": (True, False, "yes"),
@@ -45,8 +45,9 @@ def sgd(net: nn.Module, **options: Any) -> torch.optim.SGD:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_every_key_is_read_in_its_section_and_checked(name: str) -> None:
-    section, (_, other, bad) = KEYS[name], TABLE[name]
-    assert AutoBoost("O0", {"boost": ALL_ON, section: {name: other}}).hyper == {**DEFAULTS, name: other}
+    section, (default, other, bad) = KEYS[name], TABLE[name]
+    for value in (default, other):
+        assert AutoBoost("O0", {"boost": ALL_ON, section: {name: value}}).hyper == {**DEFAULTS, name: value}
     with pytest.raises(ValueError, match=f"section {section}: .*{name}"):
         AutoBoost("O0", {"boost": ALL_ON, section: {name: bad}})
     wrong = "less_bn" if section != "less_bn" else "grad_freeze"
@@ -125,9 +126,19 @@ def test_the_default_number_of_groups_fits_small_networks_and_a_given_one_is_not
     net = networks.LeNet5()
     _, optimizer = AutoBoost("O1").network_auto_process_train(net, sgd(net))
     assert len(optimizer.groups) == 5  # type: ignore[attr-defined]
+    single = nn.Linear(2, 2)
+    assert len(AutoBoost("O1").network_auto_process_train(single, sgd(single))[1].groups) == 1  # type: ignore[attr-defined]
     net = networks.LeNet5()
     with pytest.warns(UserWarning, match="9 freeze groups"):
         AutoBoost("O1", {"grad_freeze": {"param_groups": 9}}).network_auto_process_train(net, sgd(net))
+
+
+@pytest.mark.parametrize(("faithful", "marks"), [(False, {False, True}), (True, {False, 16})])
+def test_only_the_faithful_centralize_by_the_tiles_of_mindspores_kernel(faithful: bool, marks: set[Any]) -> None:
+    net = networks.resnet18(width=2)
+    boost = AutoBoost("O0", {"boost": {"mode": "manual", "less_bn": True}}, faithful=faithful)
+    groups = boost.network_auto_process_train(net, sgd(net))[1].param_groups
+    assert {group.get("grad_centralization", False) for group in groups} == marks
 
 
 class ScaledLoss(nn.Module):

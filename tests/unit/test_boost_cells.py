@@ -113,7 +113,9 @@ def test_dim_reduce_takes_scaled_gradients_and_skips_an_overflow(tmp_path: Path)
     _, optimizer = boost.network_auto_process_train(bare, torch.optim.SGD(bare.parameters(), lr=0.5))
     cell = BoostTrainOneStepWithLossScaleCell(net, optimizer, torch.tensor(1024.0), boost=boost)
     assert cell.check_dim_reduce_enable()
-    assert (optimizer.param_groups[0]["lr"], cell.dim_reduce.alpha) == (1.0, 0.02)
+    assert (optimizer.param_groups[0]["lr"], cell.dim_reduce.alpha, optimizer.dim_reduce) == (1.0, 0.02, True)
+    with pytest.raises(RuntimeError, match="through a train cell"):
+        cell.step.updates[0].apply(None, None)
     losses = [cell(*batch(0)).loss.item() for _ in range(8)]
     assert losses[-1] < losses[0]
     before, (x, y) = weights(net), batch()

@@ -102,15 +102,29 @@ def test_what_a_closure_computes_is_centralized_too(options: dict[str, Any], by_
 
 
 def test_asking_twice_centralizes_once_and_the_handle_takes_it_away() -> None:
-    weight = nn.Parameter(torch.zeros(1, 2))
-    sgd = torch.optim.SGD([{"params": [weight], "grad_centralization": True}], lr=1.0)
+    weight, not_asked = nn.Parameter(torch.zeros(1, 2)), nn.Parameter(torch.zeros(1, 2))
+    sgd = torch.optim.SGD([{"params": [weight], "grad_centralization": True}, {"params": [not_asked]}], lr=1.0)
     centralize_gradients(sgd)
     handle = centralize_gradients(sgd)
     assert len(sgd._optimizer_step_pre_hooks) == 1
-    handle.remove()
-    weight.grad = torch.tensor([[1.0, 3.0]])
-    sgd.step()
-    assert weight.tolist() == [[-1.0, -3.0]]
+    for moved in ([1.0, -1.0], [0.0, -4.0]):
+        weight.grad, not_asked.grad = torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 3.0]])
+        sgd.step()
+        assert weight.tolist() == [moved]
+        handle.remove()
+    assert not_asked.tolist() == [[-2.0, -6.0]]
+
+
+def test_ours_centralize_where_the_width_is_a_multiple() -> None:
+    """Of what the group says, and of 16 where MindSpore is followed."""
+    rows = ((16, True, True, 0), (17, True, True, -1), (8, True, True, -1), (17, True, False, 0), (8, 16, False, -1))
+    for width, multiple, faithful, left in rows:
+        weight = nn.Parameter(torch.zeros(1, width))
+        optimizer = optimizers.SGD([{"params": [weight], "grad_centralization": True}], 1.0, faithful=faithful)
+        optimizer.param_groups[0]["grad_centralization"] = multiple
+        weight.grad = torch.ones(1, width)
+        optimizer.step()
+        assert weight.tolist() == [[left] * width]
 
 
 def test_the_decay_of_a_scaled_gradient_is_scaled_too() -> None:
@@ -152,6 +166,13 @@ def test_every_optimizer_keeps_class_state_and_decay(home: Any, name: str) -> No
         assert {k: v for k, v in group.items() if k in options} == options
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_parameter_belongs_to_the_module_that_holds_it_not_to_one_around_it() -> None:
+    norm = nn.LayerNorm((2, 2))
+    net = nn.Sequential(norm, nn.Sequential(norm))
+    owners = OptimizerProcess(torch.optim.SGD(net.parameters(), lr=0.1)).build_params_dict(net)
+    assert set(owners.values()) == {norm}
 
 
 def test_parameters_that_leave_take_their_state_with_them() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.boost.dim_reduce import DimReduce, WeightSnapshots, prepare_pca, read_pca_rows, write_pca_files
-from mpkit.boost.pca import read_snapshots
+from mpkit.boost.pca import pca_matrix, read_snapshots
 from mpkit.step import TrainOneStepCell, WithLossCell
 
 
@@ -54,6 +54,16 @@ def test_rows_of_an_earlier_run_with_another_size_are_refused(tmp_path: Path) ->
     write_pca_files(tmp_path / "full.npy", walk(6, 3), 2)
     with pytest.raises(ValueError, match=r"need 2 components .* remove the files of earlier runs"):
         prepare_pca(net, 4, pca_mat_path=tmp_path / "full.npy", rank=1, rank_size=2)  # only reads
+    assert prepare_pca(net, 4, pca_mat_path=tmp_path / "full.npy", rank=5, rank_size=6).shape == (0, 3)
+    np.save(tmp_path / "full.npy", np.ones((4, 3), dtype=int))
+    with pytest.raises(ValueError, match=r"of int64 from 'full.npy'"):
+        prepare_pca(net, 4, pca_mat_path=tmp_path / "full.npy")
+
+
+def test_as_many_components_as_samples_warn_that_the_last_is_noise(recwarn: pytest.WarningsRecorder) -> None:
+    for samples in (4, 3):
+        assert pca_matrix(walk(samples, 3), 3).shape == (3, 3)
+        assert len(recwarn) == (samples == 3)
 
 
 # snapshots
@@ -73,6 +83,8 @@ def test_a_hook_records_snapshots_that_come_back_in_network_order(tmp_path: Path
             rows.append(nn.utils.parameters_to_vector(trained).detach().double())
     files = sorted(f.name for f in (tmp_path / "new").iterdir())
     assert files == ["step_00000003.ckpt", "step_00000006.ckpt"]
+    for other in (".step_00000004.ckpt", "notes.txt"):
+        (tmp_path / "new" / other).write_text("no snapshot")
     got = read_snapshots(tmp_path / "new", net)
     assert np.array_equal(got, torch.stack(rows).numpy())
 
@@ -160,6 +172,7 @@ def test_the_state_resumes() -> None:
     descend(straight, one, 6)
     descend(stopped, two, 3)
     state = copy.deepcopy(two.state_dict())
+    assert set(state) == {"inverse_hessian", "last_projection", "last_move", "momentum"}  # the components are a file's
     two = build(stopped, pca)
     two.load_state_dict(state)
     descend(stopped, two, 3)

@@ -55,9 +55,32 @@ def test_groups_and_ratios_that_are_refused_change_nothing() -> None:
     groups = manager.loss_scale_groups
     with pytest.raises(ValueError, match="each of 1 groups"):
         manager.loss_scale_groups = groups[:1]
-    with pytest.raises(ValueError, match="update_ratio"):
-        manager.update_loss_scale_status(0, math.nan)
+    for layer, ratio, words in ((0, math.nan, "update_ratio"), (2, 0.5, "layer"), (-1, 0.5, "layer")):
+        with pytest.raises(ValueError, match=words):
+            manager.update_loss_scale_status(layer, ratio)
+    for marker in ((-1, 0), (0, -1), (4, 0), (0, 4)):
+        with pytest.raises(ValueError, match=r"groups 0\.\.3"):
+            manager(torch.ones(1), *marker)
+    assert [manager(torch.ones(1), *marker).item() for marker in ((0, 3), (3, 0))] == [1, 1]
     assert (manager.loss_scale_groups, manager.scales.tolist()) == (groups, [2.0, 4.0])
+
+
+def test_a_scale_may_start_at_a_bound_and_obeys_one_that_is_moved() -> None:
+    """Also on the way to the other bound, and without bounds it grows to inf."""
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    largest = torch.finfo(torch.float32).max
+    manager = GroupLossScaleManager([1.0, 2.0**24, 64.0], [[w] for w in weights])
+    free = GroupLossScaleManager(largest, [weights], min_scale=0.0, max_scale=math.inf)
+    manager.min_scale, manager.max_scale = 8.0, 16.0
+    for w, grad in zip(weights, (1.0, 1.0, math.inf)):
+        w.grad = torch.tensor([grad])
+    manager.unscale_and_update_()
+    assert manager.scales.tolist() == [8.0, 16.0, 16.0]
+    weights[2].grad = torch.ones(1)
+    free.unscale_and_update_()
+    assert free.scales.tolist() == [math.inf]
+    free.loss_scale_groups = []
+    assert free.scales.tolist() == []
 
 
 @pytest.mark.parametrize(("blame", "shrunk"), [("first", [0, 1, 0, 0]), ("every", [1, 1, 0, 0])])

@@ -134,6 +134,8 @@ def test_the_converted_layer_keeps_the_weight_object_and_drops_the_bias_unless_a
     bias = other.fc2.bias
     assert LessBN(other, True, last_fc="fc2", keep_bias=True).report.normalized == ("fc2",)
     assert other.fc2.bias is bias
+    bound = NormalizedLinear(256, 64).weight.abs().max().item() * 16  # of a uniform draw within 1 / sqrt(256)
+    assert 0.99 < bound <= 1
     with pytest.raises(ValueError, match=r"last_fc must name an nn.Linear of the network .*fc1, fc2.*'nope'"):
         LessBN(networks.LeNet5(), True, last_fc="nope")
 
