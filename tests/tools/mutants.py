@@ -258,7 +258,8 @@ class Watch:
         if report.failed:
             self.out.with_suffix(".failed").write_text(f"{report.nodeid}\n{report.longreprtext}")
 
-    def pytest_sessionstart(self) -> None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self) -> None:  # a conftest may import the library, before the session starts
         self.seen.start()
 
     def pytest_sessionfinish(self) -> None:

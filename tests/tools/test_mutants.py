@@ -89,12 +89,19 @@ TWICE = half(3) * 2
 
 def interrupts(a):
     return a > 5
+
+
+class Box:
+    sides = 6
+
+    def open(self):
+        return self
 """
 TESTS = """
 import subprocess
 import sys
 
-from mpkit.formats import TWICE, half, interrupts, larger
+from mpkit.formats import TWICE, Box, half, interrupts, larger
 
 
 def test_it():
@@ -108,6 +115,14 @@ def test_the_default():
 
 def test_a_table_made_by_the_import():
     assert TWICE == 2
+
+
+def test_what_a_class_declares():
+    assert vars(Box)["sides"] == 6
+
+
+def test_a_method_of_it():
+    assert Box().open()
 
 
 def test_a_ctrl_c_that_nobody_catches():
@@ -126,6 +141,7 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
         "mpkit/__init__.py": "",
         "mpkit/formats.py": LIBRARY,
         "tests/unit/test_formats.py": TESTS,
+        "tests/unit/conftest.py": "import mpkit.formats",
         "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['.', 'tests']\n",
     }
     for name, text in files.items():
@@ -147,11 +163,12 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
         "killed    mpkit/formats.py:18 half(3) * 2 -> half(3) / 2",
         "killed    mpkit/formats.py:22 5 -> 6",
         "killed    mpkit/formats.py:22 a > 5 -> a >= 5",
+        "killed    mpkit/formats.py:26 6 -> 7",
         "killed    mpkit/formats.py:3 a > b -> a >= b",
         "survived  mpkit/formats.py:7 1 -> 2",  # no test calls it
         "survived  mpkit/formats.py:7 a - 1 -> a + 1",
     ]
-    assert "81.8% of 11 killed" in done.stdout
+    assert "83.3% of 12 killed" in done.stdout
     assert (tmp_path / "mpkit/formats.py").read_text() == LIBRARY
     held = json.loads((tmp_path / "out.json").read_text())
     changed = [f"mpkit/formats.py unused: return a - 1 => return {wrong}" for wrong in ("a + 1", "a - 2")]
