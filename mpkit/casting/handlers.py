@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from mpkit.casting import operators as ops
-from mpkit.casting.low import Emulated, Low, Target, float_tensors, left_format, map_tensors, precision
+from mpkit.casting.low import Emulated, Low, Target, bounded, float_tensors, left_format, map_tensors, precision
 from mpkit.casting.mode import LOCAL, CastMode, Handler, as_is, call, cast, computes
 
 Args = tuple[Any, ...]
@@ -151,14 +150,8 @@ def filled(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     if dtype not in (torch.float16, torch.bfloat16):
         return as_is(func, args, kwargs)
     largest = torch.finfo(dtype).max
-
-    def bounded(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
-            return torch.where(value.isfinite(), value.clamp(-largest, largest), value)
-        is_number = type(value) in (int, float) and math.isfinite(value)
-        return max(-largest, min(largest, value)) if is_number else value
-
-    return func(*map(bounded, args), **{name: bounded(value) for name, value in kwargs.items()})
+    given = [bounded(x, largest) for x in args]
+    return func(*given, **{name: bounded(x, largest) for name, x in kwargs.items()})
 
 
 # --- products ---------------------------------------------------------------------------------------------------------

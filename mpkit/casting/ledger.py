@@ -113,10 +113,9 @@ class Ledger:
         self._copies: dict[int, Tensor] = {}
         with ExitStack() as blocks:
             for name, module in self.network.named_modules():
-                enters = module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name))
-                leaves = module.register_forward_hook(self._leave, always_call=True)
-                blocks.callback(enters.remove)
-                blocks.callback(leaves.remove)
+                # each takes itself away at the end
+                blocks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
+                blocks.enter_context(module.register_forward_hook(self._leave, always_call=True))
             blocks.enter_context(torch.autograd.graph.saved_tensors_hooks(_note_saved, lambda x: x))
             blocks.callback(setattr, LOCAL, "books", LOCAL.books)
             blocks.enter_context(_Watch(self))
@@ -132,8 +131,7 @@ class Ledger:
         self._copies.clear()
 
     def _leave(self, *_: object) -> None:
-        if self._path:
-            self._path.pop()
+        del self._path[-1:]  # of an empty one nothing, where the ledger was opened inside this forward
 
     # --- what is seen -------------------------------------------------------------------------------------------------
 
@@ -264,7 +262,7 @@ def ledger(network: nn.Module, *, count: bool = False, keep: bool = False) -> Le
 
 
 # Conversions are what casts are made of; these give tensors but compute nothing.
-_NO_ROW = (ops.LEFT_ALONE | ops.names_of("zeros_like", "ones_like")) - ops.CONVERSIONS
+_NO_ROW = (ops.LEFT_ALONE | ops.names_of("zeros_like", "ones_like")) - ops.KINDS["conversions"]
 
 
 def _note_saved(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from mpkit.arguments import check_function, check_kind
+from mpkit.arguments import check_choice, check_function, check_kind
 from mpkit.casting import operators as ops
 from mpkit.casting.low import target_of
 from mpkit.casting.marks import IN_STEPS, Decorated, Forward, check_castable, mark, mark_of, remark, root_of, unmark
@@ -50,7 +50,8 @@ def auto_mixed_precision(
     them until the next module. At O1 and auto listed operations cast, all others are torch's own affair.
 
     A level is put on the call of the network. Its other methods, and threads that a forward starts, compute at the
-    level inside `within(network)`. Inside `torch.autocast` a level rules its own modules alone.
+    level inside `within(network)`. Inside `torch.autocast` a level rules its own modules alone. `copy.deepcopy` copies
+    the level with the network; what `copy.copy` gives shares its forward, as it shares its parameters.
 
     A parameter's cast is kept from its second use in a forward on, until the parameter is written into. A write through
     `.data` or NumPy, which torch does not count, is so not seen before the next forward; write under `torch.no_grad()`.
@@ -67,8 +68,8 @@ def auto_mixed_precision(
         grad_dtype: format of the gradients of an emulated format; None: the same format.
     Raises:  TypeError if `network` is no module (function at "auto"), or has a part that no level reaches (TorchScript,
              nn.DataParallel, a forward that yields or awaits); ValueError for another dtype or level. While it runs:
-             NotImplementedError for sparse and nested operands, and torch's own error, with the way out, where torch
-             has no kernel in 16 bits.
+             NotImplementedError for sparse and nested operands and for `torch.export` of an emulated format, and
+             torch's own error, with the way out, where torch has no kernel in 16 bits.
     Warns:   when `network` already runs at a level: it changes to the new one; see also above.
     Source:  MindSpore 2.7 amp.auto_mixed_precision. There O1 returns a rewritten copy, O2 and O3 a wrapper; here
              nothing is wrapped, renamed or replaced. As there, O1 and auto respect `to_float`, O2 and O3 override it,
@@ -163,8 +164,7 @@ def _checked(given: object, white: bool) -> tuple[tuple[type[nn.Module], ...], f
 
 def amp_level(network: object) -> str:
     """The level recorded on this very network, "" if none."""
-    root = mark_of(network)
-    return "" if root is None else root.level
+    return root.level if (root := mark_of(network)) is not None else ""
 
 
 def to_float(
@@ -220,9 +220,7 @@ def remove_mixed_precision(network: Network) -> Network:
     """
     if isinstance(network, Forward):
         return cast(Network, network.inner)
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"network must be an nn.Module, got {network!r}")
-    for module in list(network.modules()):
+    for module in list(check_kind("network", cast(Any, network), nn.Module, "an nn.Module").modules()):
         unmark(module)
         drop_scales(module)
     return network
@@ -260,14 +258,11 @@ def cast_like(
         if dtype is not None or grad_dtype is not None:
             raise ValueError("a recipe names the format of every cast; replace its casts instead of giving a dtype")
         return cast_by_recipe(network, preset if isinstance(preset, Recipe) else RECIPES[preset], keep)
-    if preset not in PRESETS:
-        known = f"preset is one of {', '.join(PRESETS)}, or a recipe: {', '.join(RECIPES)}"
-        raise ValueError(f"{known}; got {preset!r}")
+    check_choice("preset", preset, [*PRESETS, *RECIPES])
     if keep is not None:
         raise ValueError(f"keep goes with a recipe; {preset} has its own lists of what stays float32")
     row = PRESETS[preset]
-    low = torch.float16 if row.dtype is torch.float32 else row.dtype
-    row.put(network, target_of(low if dtype is None else dtype, grad_dtype))
+    row.put(network, target_of(row.dtype if dtype is None else dtype, grad_dtype, also=(row.dtype,)))
     return network
 
 

@@ -8,6 +8,7 @@ hardware. What an operation views and what it writes into stands in its schema.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -58,7 +59,7 @@ def target_of(dtype: object, grad_dtype: FloatFormat | None = None, also: tuple[
         if max(dtype.bits, grad_fmt.bits) > 32:
             raise ValueError("formats are emulated inside float32, this one is wider; network.double() computes in it")
         return known(dtype, grad_fmt)
-    native = (torch.float16, torch.bfloat16, *also)
+    native = dict.fromkeys((torch.float16, torch.bfloat16, *also))
     if not isinstance(dtype, torch.dtype) or dtype not in native:
         names = ", ".join(map(str, native))
         raise ValueError(f"dtype is {names} or a FloatFormat to emulate (E4M3FN, get_format('e4m7')), got {dtype!r}")
@@ -156,7 +157,7 @@ class Low(Tensor):
                 value = value.values if isinstance(value, Low) else value
             elif value is torch.float32:  # what autograd takes a format for
                 return native or value
-            return _bounded(value, fmt.max) if does.fills else value
+            return bounded(value, fmt.max) if does.fills else value
 
         options = kwargs or {}
         if torch.is_inference_mode_enabled() and (parts := func.decompose(*args, **options)) is not NotImplemented:
@@ -188,11 +189,11 @@ class Low(Tensor):
         return finished(0, out)
 
 
-def _bounded(x: Any, largest: float) -> Any:
+def bounded(x: Any, largest: float) -> Any:
     """A finite number beyond the format, as of a mask, stands for its largest; an infinity stays one."""
     if isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point():
         return torch.where(x.isfinite(), x.clamp(-largest, largest), x)
-    return max(-largest, min(largest, x)) if type(x) in (int, float) and abs(x) != float("inf") else x
+    return max(-largest, min(largest, x)) if type(x) in (int, float) and math.isfinite(x) else x
 
 
 _LEAVES = frozenset(("float", "to", "type", "type_as", "numpy", "tolist", "__format__", "__array__", "resolve_neg"))
@@ -213,6 +214,9 @@ def _leaves(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Emulated, fmt: FloatFormat) -> Low:
+        if torch.compiler.is_exporting():
+            way_out = "export at torch.float16, torch.bfloat16, or after remove_mixed_precision; torch.compile takes it"
+            raise NotImplementedError(f"torch.export has no graph of an emulated format such as {fmt.name}; {way_out}")
         ctx.target, ctx.dtype = target, x.dtype
         # float32 holds 16-bit values exactly, so they are rounded once
         return target.kind(round_to(x if x.dtype is torch.float32 else x.to(torch.float32), fmt))

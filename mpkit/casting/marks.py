@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from types import MethodType
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from mpkit.arguments import check_kind
 from mpkit.casting.low import Target, float_tensors, left_format, map_tensors
-from mpkit.casting.mode import LOCAL, CastMode, Rule, cast
+from mpkit.casting.mode import LOCAL, Rule, cast, running
 from mpkit.casting.rules import way_out
 
 
@@ -46,32 +45,30 @@ class Forward:
         rule, outer = self.rule, (LOCAL.rule, LOCAL.module, LOCAL.products)
         if rule is None:
             return self.__wrapped__(*args, **kwargs)
-        if (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")) and rule.handlers:
+        if rule.handlers and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
             # a level rules its own module alone; around it an autocast goes on as before, and where no rule is
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self(*args, **kwargs)
-        outermost = not LOCAL.on
-        LOCAL.rule, LOCAL.products, LOCAL.on = None, 0, True  # a cast is no operation of the module
+        if not LOCAL.on:  # whoever is outside of every level knows dtypes alone
+            with running(None, None):
+                return map_tensors(left_format, self(*args, **kwargs))
+        LOCAL.rule, LOCAL.products = None, 0  # a cast is no operation of the module
         try:
             if rule.protected and LOCAL.given:
                 args, kwargs = map_tensors(_as_it_came, args), map_tensors(_as_it_came, kwargs)
             if rule.entry is not None:
-                given: Any = (*args, *kwargs.values())
+                given = args, kwargs
                 args = tuple([cast(x, rule.entry) for x in args])
-                kwargs = {name: cast(x, rule.entry) for name, x in kwargs.items()}
+                kwargs = {name: cast(x, rule.entry) for name, x in kwargs.items()} if kwargs else kwargs
                 if outer[1] is None:
-                    new = zip((*args, *kwargs.values()), given)
-                    LOCAL.given = [low for y, x in new if y is not x for low in zip(float_tensors(y), float_tensors(x))]
+                    LOCAL.given = [*zip(float_tensors((args, kwargs)), float_tensors(given))]
             module: Any = self.module
             # no bound method: compilers do not know how to make one
             forward, own = (self.inner, ()) if self.inner is not None else (type(module).forward, (module,))
             LOCAL.rule, LOCAL.module = rule, module
-            with CastMode() if outermost else nullcontext():
-                out = forward(*own, *args, **kwargs)
+            out = forward(*own, *args, **kwargs)
             LOCAL.rule = None
-            out = out if self.result is None else cast(out, self.result)
-            # whoever is outside of every level knows dtypes alone
-            return map_tensors(left_format, out) if outermost else out
+            return out if self.result is None else cast(out, self.result)
         except RuntimeError as error:
             told = way_out(error, self.module)
             if told is error:
@@ -79,8 +76,6 @@ class Forward:
             raise told from error
         finally:  # also after an error the caller goes on as it was
             LOCAL.rule, LOCAL.module, LOCAL.products = outer
-            if outermost:  # what is kept of parameters is forgotten, since they may change
-                LOCAL.on, LOCAL.kept, LOCAL.given = False, {}, []
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -88,9 +83,13 @@ class Forward:
         return self.inner or MethodType(type(self.module).forward, self.module)  # type: ignore[union-attr]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__code__", "__name__") and "inner" in self.__dict__:  # torch.export asks for the code
+        # torch.export asks for the code, others for the names and kinds of arguments
+        if name in ("__code__", "__name__", "__annotations__") and "inner" in self.__dict__:
             return getattr(self.__wrapped__, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+Forward.__annotations__ = property(lambda self: self.__wrapped__.__annotations__)  # type: ignore[assignment]
 
 
 class Decorated(Forward):
@@ -111,9 +110,14 @@ def _as_it_came(x: Tensor) -> Tensor:
 # --- marks ------------------------------------------------------------------------------------------------------------
 
 _MARK = "_mpkit_forward"  # where a module's mark is found when somebody wrapped its `forward` afterwards
+_SCRIPT = "TorchScript, which runs in an interpreter of its own; cast the network before torch.jit.trace"
 _NO_REPLICAS = (
     "nn.DataParallel, which copies modules without their forwards, so that a level does not reach its replicas; use "
     "nn.parallel.DistributedDataParallel, one process for each device"
+)
+_NO_STEPS = (
+    "a module whose forward runs in steps (yield or await), in which a level cannot stay; put the level on the modules "
+    "that it calls, or give a result in one piece"
 )
 
 
@@ -149,15 +153,12 @@ def unmark(module: nn.Module) -> None:
     A mark that somebody wrapped stays inside the wrapper and does nothing any more.
     """
     forward = mark_of(module)
-    if forward is None:
-        return
-    forward.rule = None
-    del module.__dict__[_MARK]
-    stands_there: object = module.__dict__.get("forward")
-    if stands_there is forward:
-        del module.__dict__["forward"]
-        if (inner := forward.inner) is not None:
-            module.__dict__["forward"] = inner
+    if forward is not None:
+        forward.rule, inner = None, forward.inner
+        del module.__dict__[_MARK]
+        if module.__dict__.get("forward") is forward:
+            del module.__dict__["forward"]
+            module.__dict__.update({} if inner is None else {"forward": inner})
 
 
 IN_STEPS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -167,15 +168,7 @@ def check_castable(network: nn.Module) -> None:
     """Raise TypeError unless `network` is a module, or if a part of it is what no level can reach, and say why."""
     check_kind("network", network, nn.Module, "an nn.Module (a tensor is cast by x.to(dtype))")
     for name, module in network.named_modules():
-        why = ""
-        if isinstance(module, torch.jit.ScriptModule):
-            why = "TorchScript, which runs in an interpreter of its own; cast the network before torch.jit.trace"
-        elif isinstance(module, nn.DataParallel):
-            why = _NO_REPLICAS
-        elif any(kind(getattr(type(module), "forward", None)) for kind in IN_STEPS):
-            why = (
-                "a module whose forward runs in steps (yield or await), in which a level cannot stay; put the level on "
-                "the modules that it calls, or give a result in one piece"
-            )
-        if why:
+        in_steps = any(kind(getattr(type(module), "forward", None)) for kind in IN_STEPS)
+        reasons = {torch.jit.ScriptModule: _SCRIPT, nn.DataParallel: _NO_REPLICAS, nn.Module: in_steps and _NO_STEPS}
+        if why := next(text for kind, text in reasons.items() if isinstance(module, kind)):
             raise TypeError(f"{name or 'the network'} is {why}")

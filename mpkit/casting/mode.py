@@ -47,9 +47,6 @@ class Rule:
     def __reduce__(self) -> tuple[Callable[..., Rule], tuple[Any, ...]]:
         return self.origin or (Rule, ())
 
-    def __deepcopy__(self, memo: object) -> Rule:
-        return self  # immutable
-
 
 class CastMode(TorchFunctionMode):
     """Applies the rule of the module whose forward runs now."""
@@ -83,15 +80,18 @@ def computes(target: Target) -> None:
 
 @contextmanager
 def running(rule: Rule | None, module: nn.Module | None) -> Iterator[None]:
-    """A block whose operations compute by `rule`, as in a forward of `module`, with casts of parameters of its own."""
-    outer = LOCAL.rule, LOCAL.module, LOCAL.on, LOCAL.kept
+    """A block whose operations compute by `rule`, as in a forward of `module`.
+
+    Casts of parameters are its own: what is kept of them is forgotten after it, since they may change.
+    """
+    outer = LOCAL.rule, LOCAL.module, LOCAL.on, LOCAL.kept, LOCAL.given
     LOCAL.rule, LOCAL.module, LOCAL.kept = rule, module, {}
     try:
         with nullcontext() if LOCAL.on else CastMode():
             LOCAL.on = True
             yield
     finally:
-        LOCAL.rule, LOCAL.module, LOCAL.on, LOCAL.kept = outer
+        LOCAL.rule, LOCAL.module, LOCAL.on, LOCAL.kept, LOCAL.given = outer
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------

@@ -76,9 +76,8 @@ KINDS = {kind: frozenset(names) for kind, names in LISTS["kinds"].items()}
 # x.add_(y), F.elu_(x), x += y, x[i] = y: the tensor written into keeps its dtype, so it decides
 _SINGLE = {name for home in _HOMES for name in dir(home) if name.endswith("_") and not name.endswith("__")}
 IN_PLACE = _SINGLE | KINDS["in_place"]
-CONVERSIONS = KINDS["conversions"]
 _FILLERS = {name for name, function in vars(torch.nn.init).items() if callable(function)}
-LEFT_ALONE = CONVERSIONS | KINDS["describes"] | _FILLERS
+LEFT_ALONE = KINDS["conversions"] | KINDS["describes"] | _FILLERS
 MAY_VIEW = names_of(*KINDS["views"]) | {"__getitem__"}
 EXACT = MAY_VIEW | names_of(*KINDS["moves"])
 FILLS_WITH_NUMBERS = names_of(*KINDS["fills"])
@@ -86,7 +85,6 @@ CONVOLUTIONS = KINDS["convolutions"]
 PRODUCT_WITH_BIAS = CONVOLUTIONS | {"linear"}  # signature (input, weight, bias=None, ...)
 MADE_OF_PRODUCTS = names_of(*KINDS["made_of_products"])
 OF_ONE_DTYPE = MADE_OF_PRODUCTS | names_of(*KINDS["of_one_dtype"])
-WRITTEN_BESIDE = KINDS["written_beside"] | KINDS["weighted_losses"]
 
 
 def opened(function: FunctionType) -> Function:

@@ -110,7 +110,7 @@ class Level:
             put_white_list(network, low, MODULES["white"], frozenset(LISTS["mindspore"]["low"]))
         elif self.lists:
             _spread(network, lambda module: listed(self.lists, low, entry_of(module)))
-        elif self.name != "O0":
+        else:
             low = torch.float32 if self.dtype is torch.float32 else low
             put_black_list(network, low, self._protects, self.result)
         root_of(network).level = self.name

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_function, check_kind
 from mpkit.casting import operators as ops
 from mpkit.casting import rules
 from mpkit.casting.low import known
@@ -226,14 +226,11 @@ def kept_layers(layers: dict[str, nn.Module], keep: Keep) -> set[str]:
     """
     kept: set[str] = set()
     for wanted in [] if keep is None else keep if isinstance(keep, list | tuple) else [keep]:
-        if not (isinstance(wanted, str) or callable(wanted)):
-            raise TypeError(f"keep is a pattern, a list of them or a function (path, module) -> bool, got {keep!r}")
-        picks = partial(_names, wanted) if isinstance(wanted, str) else wanted
+        picks: Any = partial(_names, wanted) if isinstance(wanted, str) else wanted
+        check_function("keep", picks, "a pattern, a list of them or a function (path, module) -> bool")
         named = {name for name, module in layers.items() if picks(name, module)}
         if not named:
-            raise ValueError(
-                f"keep={wanted!r} matches no linear layer, so nothing would stay high; they are {[*layers]}"
-            )
+            raise ValueError(f"keep={wanted!r} matches none of the linear layers, which are {', '.join(layers)}")
         kept |= named
     return kept
 

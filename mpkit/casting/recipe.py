@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from mpkit import blocks
-from mpkit.arguments import check_choice, check_kind
+from mpkit.arguments import Checked, check_choice, check_kind
 from mpkit.blocks import BlockFormat, Blocks, hadamard, quantize_blocks
 from mpkit.formats import E4M3FN, E5M2, FloatFormat
 from mpkit.policies import TensorScalePolicy, tensor_scale_preset
 from mpkit.policies.tensor_scale import current_scale
-from mpkit.rounding import MODES, Mode, round_to
+from mpkit.rounding import Mode, round_to
 
 Granularity = Literal["tensor", "axis", "block"]
 PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -118,7 +118,7 @@ def row_of(module: str, product: str, name: str, operand: Operand | None) -> Ope
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(Checked):
     """How one operand is cast.
 
     Args:
@@ -139,13 +139,12 @@ class Cast:
     hadamard: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_kind("fmt", self.fmt, (FloatFormat, BlockFormat), "a FloatFormat or BlockFormat, as E4M3FN or MXFP8_E4M3")
         in_blocks = isinstance(self.fmt, BlockFormat)
         kinds = ("block",) if in_blocks else ("tensor", "axis")
         chosen = check_choice("granularity", kinds[0] if self.granularity is None else self.granularity, kinds)
         object.__setattr__(self, "granularity", chosen)
-        check_choice("rounding", self.rounding, MODES)
-        check_kind("policy", self.policy, TensorScalePolicy, "one of tensor_scale_preset(name)", optional=True)
         if isinstance(self.fmt, BlockFormat):
             if self.policy is not None:
                 raise ValueError("a block format brings its own scales; set its scale_rounding instead of a policy")
@@ -199,7 +198,7 @@ def amax_of(x: Tensor, axis: int | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Checked):
     """The six casts of a linear layer; None leaves an operand in high precision.
 
     Args:
@@ -224,8 +223,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_kind("the name of a recipe, which comes first,", self.name, str, "a string")
-        for key, cast in self.casts():
-            check_kind(key, cast, Cast, "a Cast", optional=True)
+        super().__post_init__()
         for product in PRODUCTS:
             transformed = {cast is not None and cast.hadamard for key, cast in self.casts() if key.startswith(product)}
             if len(transformed) > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
 
@@ -31,9 +32,7 @@ def rule(build: Callable[..., Rule]) -> Callable[..., Rule]:
     @cache
     @wraps(build)
     def built(*arguments: Any) -> Rule:
-        made = build(*arguments)
-        object.__setattr__(made, "origin", (built, arguments))
-        return made
+        return replace(build(*arguments), origin=(built, arguments))
 
     return built
 
@@ -42,12 +41,12 @@ def table(*parts: Part) -> dict[str, Handler]:
     """Handlers by the name of the function; later parts win."""
     always: list[Part] = [
         (ops.COMPOSED, do.looks_inside),
+        (("__set__",), do.assigned),
         (("checkpoint", "tag_activation_checkpoint"), do.cast_inside),
         (("unflatten",), lambda func, args, kwargs: torch.unflatten(*args, **kwargs)),  # no method for the compiler
         (("backward", "grad"), do.differentiated),
     ]
-    last: Part = (("__set__",), do.assigned)
-    return {name: handler for names, handler in (*always, *parts, last) for name in names}
+    return {name: handler for names, handler in (*always, *parts) for name in names}
 
 
 def entry_of(module: nn.Module | None) -> Target | None:
@@ -78,7 +77,7 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
         ((ops.MAY_VIEW | {"contiguous"}) - {"unflatten"}, do.viewed(low)),
         # torch refuses several dtypes here, so its promotion decides nothing
         (ops.OF_ONE_DTYPE | ops.KINDS["recurrent"], do.computed(low)),
-        (ops.WRITTEN_BESIDE, do.written),
+        (ops.KINDS["written_beside"] | ops.KINDS["weighted_losses"], do.written),
         (ops.PRODUCT_WITH_BIAS, do.product_then_bias(low, low, None)),
         (ops.KINDS["with_statistics"], do.norm_with_statistics(low)),
         (("rms_norm",) if isinstance(low, Emulated) else (), do.rounded_once(low)),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -446,3 +448,24 @@ def test_a_forward_wrapped_after_the_level_follows_changes_and_removal() -> None
     x = torch.rand(3, 2)
     assert torch.equal(network(x), torch.tanh(F.linear(x, network[0].weight, network[0].bias)))
     assert torch.equal(copy.deepcopy(network)(x), network(x))
+
+
+class Described(nn.Module):
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+
+def test_forward_tells_its_arguments_as_without_a_level() -> None:
+    network = auto_mixed_precision(Described(), "O2", torch.bfloat16)
+    assert typing.get_type_hints(network.forward) == typing.get_type_hints(Described.forward)
+    assert inspect.signature(network.forward) == inspect.signature(Described().forward)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_an_emulated_format_is_refused_with_the_way_out(strict: bool) -> None:
+    network = auto_mixed_precision(nn.Linear(2, 2), "O2", E5M2)
+    with pytest.raises(Exception, match=r"export at torch\.float16"):
+        torch.export.export(network, (torch.ones(1, 2),), strict=strict)
+    exported = torch.export.export(auto_mixed_precision(nn.Linear(2, 2), "O2"), (torch.ones(1, 2),), strict=strict)
+    assert exported.module()(torch.ones(1, 2)).dtype is torch.float32
