@@ -79,7 +79,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         for owner in (torch, Tensor):
             swap(owner, "nan_to_num", self._nan_to_num)
             swap(owner, "nan_to_num_", self._nan_to_num)
-        for kind in {GradScaler, *(() if self._scaler is None else type(self._scaler).__mro__[:-1])}:
+        for kind in {GradScaler, *type(self._scaler).__mro__}:
             for name in {"scale", "unscale_", "step", "update"} & set(vars(kind)):
                 swap(kind, name, partial(self._of_scaler, getattr(self, f"_{name}")))
         self._listening.callback(register_optimizer_step_pre_hook(self._before_step).remove)

@@ -78,7 +78,7 @@ def _loss(name: str, wide: list[Tensor], low: list[Tensor]) -> ModuleLoss | None
         return None
     error = max(float((a - b).norm() / a.norm()) if bool(a.any()) else 0.0 for a, b in pairs)
     rows = [(_distinct(b), _distinct(a)) for a, b in pairs if a.dim() > 1]
-    return ModuleLoss(name, error, *min(rows, key=lambda pair: pair[0] / max(1, pair[1]), default=(0, 0)))
+    return ModuleLoss(name, error, *min(rows, key=lambda pair: pair[0] / pair[1], default=(0, 0)))
 
 
 def _distinct(t: Tensor) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpkit.arguments import check_kind
 from mpkit.diagnose.words import said
-from mpkit.formats import BF16, FP16
+from mpkit.formats import FP16
 from mpkit.policies import ScalePolicy
 from mpkit.record import Trace
 from mpkit.replay import ceilings, flushed, replay
@@ -55,7 +55,7 @@ def recommend(trace: Trace) -> Recommendation:
     if not len(trace.gradients.step):
         raise ValueError(_say("no_histograms"))
     if forward := tuple(_forward_reasons(trace)):
-        return Recommendation("bf16", None, None, (*forward, _in_bf16(trace)))
+        return Recommendation("bf16", None, None, (*forward, _say("bf16")))
     steps = len(trace)
     if trace.overflow.all():  # either no scale is low enough, or the search for the ceiling had only begun
         lowest = float(trace.scale.min())
@@ -70,7 +70,7 @@ def recommend(trace: Trace) -> Recommendation:
     spread = _say("spread", static=static, share=percent(float(np.mean(tops < static)), 1))
     loses = {"spread": spread, "lost": percent(lost, 1)}
     if lost > _LOST_TOO_MUCH:
-        return Recommendation("bf16", None, None, (_say("too_wide", **loses), _in_bf16(trace)))
+        return Recommendation("bf16", None, None, (_say("too_wide", **loses), _say("bf16")))
     policy, skipped = _best_policy(trace, static)
     reasons = _say("loses", **loses), _say("skipped", skipped=skipped, steps=steps)
     return Recommendation("fp16", static, policy, reasons)
@@ -83,11 +83,6 @@ def _forward_reasons(trace: Trace) -> Iterator[str]:
     if (seen := trace.activations) is not None:
         left = np.flatnonzero((~(seen.largest <= FP16.max)).any(axis=0))  # NaN too
         yield from (_say("output_left", name=seen.names[i]) for i in left[:3])
-
-
-def _in_bf16(trace: Trace) -> str:
-    low = flushed(trace, np.ones((len(trace.gradients.step), 1)), BF16).mean()
-    return _say("bf16", lost=percent(float(low), 1))
 
 
 def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:

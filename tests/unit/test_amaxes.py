@@ -8,11 +8,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from recorded import trace_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.casting import cast_like
 from mpkit.diagnose import recommend_recipe, stale_scales
+from mpkit.diagnose.words import said
 from mpkit.formats import E4M3FN
 from mpkit.record import AmaxRecorder, AmaxTrace, Recorder
 from mpkit.replay import flushed_by_current_scale
@@ -138,6 +140,16 @@ def test_what_one_scale_flushes_is_counted_as_rounding_has_it():
     assert name == "mxfp8"
     assert reasons[0].startswith("one scale for ")
     assert recommend_recipe(recorder.amax_trace())[0] == "te_hybrid_delayed"
+
+
+@pytest.mark.parametrize("shares", [{"w": 4, "a": 6}, {"w": 7, "a": 30, "b": 20, "c": 50}])
+def test_the_three_activations_that_lose_most_are_named(shares):
+    """Of more than 5 %, the worst first; a tensor of zeros loses nothing."""
+    outputs = [torch.cat([torch.ones(100 - n), torch.full((n,), 2.0**-45)]) for n in shares.values()]
+    seen = trace_of([torch.ones(1)], activations=trace_of([[*outputs, torch.zeros(100)]]).gradients)
+    worst = sorted((-n, name) for name, n in shares.items() if n > 5)[:3]
+    reasons = recommend_recipe(AmaxTrace(("a.input",), np.ones((3, 1))), seen)[1]
+    assert reasons[:-1] == tuple(said("stale", "flushed", name=name, share=f"{-n:.1f} %") for n, name in worst)
 
 
 def test_bad_input_is_refused():

@@ -220,15 +220,6 @@ def test_rounding_with_bits_is_the_formula_in_exact_arithmetic(y, r):
     assert bool(got.signbit()) == bool(np.signbit(np.float32(y)))
 
 
-def test_an_outlier_hurts_its_block_alone():
-    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(4))
-    y = x.clone()
-    y[:, 5] = 1e4
-    a, b = quantize_blocks(x, MXFP4).dequantize(), quantize_blocks(y, MXFP4).dequantize()
-    assert torch.equal(a[:, 32:], b[:, 32:])
-    assert (b[:, :32] == 0).sum() == 4 * 31
-
-
 def test_formats_are_data():
     assert pickle.loads(pickle.dumps(NVFP4)) == copy.deepcopy(NVFP4) == NVFP4
     assert E8M0.values().tolist() == [2.0**e for e in range(-127, 128)]

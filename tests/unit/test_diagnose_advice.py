@@ -10,7 +10,7 @@ import random
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -394,15 +394,12 @@ NONE, CURE = {"max_scale": None}, (Cure("bfloat16"),)
 @pytest.mark.parametrize(
     ("verdict", "fields", "keys"),
     [
-        ("healthy", {}, "level"),
-        ("healthy", {"level": AS_IT_IS}, "as_is"),
         ("healthy", {"level": IN_AUTOCAST, "lost": 0.2}, "as_is lost"),
         ("healthy", {"lost": 0.2, "lost_at_scale": 0.05, "lost_at_best": 0.05}, "level lost"),
         ("healthy", {"lost": 0.2, "lost_at_scale": 0.06, "lost_at_best": 0.05}, "level lost raise_it"),
         ("healthy", {"lost": 0.5, "lost_at_scale": 0.4, "lost_at_best": 0.2}, "level lost raise_it"),
         ("healthy", {"lost": 0.5, "lost_at_scale": 0.4, "lost_at_best": 0.21}, "level lost no_scale_helps"),
         ("healthy", {"lost": 0.1, "lost_at_scale": 0.09, "lost_at_best": 0.06}, "level lost no_scale_helps"),
-        ("scale_too_high", {"operation": "mm", "gradient_of": "mm"}, "born level lower_it now_and_then"),
         ("gradient_overflow", {"operation": "cast to float16"}, "born level would_fit divide"),
         ("gradient_overflow", NONE, "level divide"),
         ("gradient_overflow", {"operation": "mul", "gradient_of": "rsqrt"}, "born level rsqrt would_fit divide"),
@@ -412,14 +409,9 @@ NONE, CURE = {"max_scale": None}, (Cure("bfloat16"),)
         ("forward_overflow", {"operation": "mul"} | BELOW, "born went_in level mul no_cure hidden"),
         ("forward_overflow", {"operation": "logical_not", "level": AS_IT_IS}, "born as_is not_tried hidden"),
         ("forward_overflow", {"operation": "weight_norm_interface", "low_loss": math.nan, "cures": CURE}, f"born level weight_norm {CURE[0]} not_the_scale"),
-        ("precision_lost", {"module": "table", "cures": CURE}, f"digits level {CURE[0]}"),
         ("precision_lost", {"module": "buffer x"}, "digits level wide_buffer"),
         ("forward_overflow", {"module": "buffer x", "operation": "copy"}, "born level no_cure hidden"),
-        ("lost_in_forward", {"operation": "exp"}, "zeros level no_scale_helps larger"),
         ("lost_in_forward", {"operation": "exp", "cures": CURE}, f"zeros level no_scale_helps {CURE[0]}"),
-        ("model_non_finite", {"operation": "log"} | AT_0, "born went_in log repair_model"),
-        ("bad_data", {"module": "batch"}, "held repair_data"),
-        ("weights_non_finite", {"module": "parameter x"}, "held checkpoint check_skips"),
         ("gradients_non_finite", {"module": "x", "beside": "mul in x"}, "held level clear beside"),
         ("scale_zero", {"scale": 0.0}, "begin_again"),
         ("scale_zero", {"scale": 0.0} | NONE, ""),
@@ -435,8 +427,6 @@ def test_numbers_in_a_report() -> None:
     level = "The level is O2 in float16. Your loss scale is 2^16 = 65536. No loss scale works."
     lost = "Of the gradient values, 12.3 % are lost to zero at scale 1, and 5.7 % at 2^16 = 65536."
     assert str(report).splitlines()[1:3] == [f"  {level}", f"  {lost}"]
-    alone = replace(report, lost_at_scale=math.nan)
-    assert str(alone).splitlines()[2].endswith("12.3 % are lost to zero at scale 1.")
     assert str(operand(-1.0)[0]) == "a float16 tensor of 2x3 with values from -1 to 2; 1 are not finite"
     one = Operand(torch.float16, (), 1.0, 2.0, 0)
     assert str(one) == "a float16 tensor of one value with values from 1 to 2"

@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mpkit import optimizers
 from mpkit.boost import FreezeOpt
-from mpkit.casting import auto_mixed_precision
 from mpkit.diagnose import Finding, preflight
 from mpkit.diagnose.words import WORDS
 from mpkit.formats import BF16, FP16, FP32
@@ -37,25 +36,6 @@ def test_a_sound_set_up_has_no_finding(level: str) -> None:
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     assert preflight(table, torch.optim.SGD(table.parameters(), 0.1), level) == []
-
-
-def test_parameters_in_16_bits() -> None:
-    half = chain(nn.ReLU()).half()
-    assert "network.float()" in named(half, "stored in")[0].way_out
-    assert "let torch.autocast cast" in named(half, "stored in", "torch_autocast")[0].way_out
-    wide = half.float()
-    F.cross_entropy(auto_mixed_precision(wide, "O2")(rows()[0]), rows()[1]).backward()
-    assert not named(wide, "float16")
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_is_told_before_anything_else(bad: float) -> None:
-    network = chain(nn.ReLU()).half()
-    network.last.weight.grad = torch.full_like(network.last.weight, bad)
-    found = preflight(network, torch.optim.SGD(network.parameters(), 0.1))
-    assert (found[0].where, "zero_grad()" in found[0].way_out) == ("last.weight", True)
-    network.zero_grad()
-    assert not named(network, "gradient holds")
 
 
 def test_an_optimizer_of_another_network_or_of_a_part() -> None:
@@ -176,42 +156,31 @@ def test_rates_and_wrappers_of_every_kind(make: Any) -> None:
     assert preflight(network, make(list(network.parameters()))) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        (lambda n: n[1].running_var.fill_(math.nan), "1.running_var"),
-        (lambda n: n[0].bias.data.fill_(math.inf), "0.bias"),
-    ],
-)
-def test_tensors_that_are_not_finite(change: Any, where: str) -> None:
-    network = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    change(network)
-    network.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # is none of them
-    (found,) = preflight(network, torch.optim.SGD(network.parameters(), 0.1))
-    assert found.where == where
-
-
 def test_lazy_modules_meta_tensors_and_integers_hold_nothing() -> None:
     network = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3, device="meta"), nn.BatchNorm1d(3))
     assert preflight(network, torch.optim.SGD(network[2].parameters(), 0.1))[0].what.startswith("it is trainable")
 
 
-def test_all_that_is_found_at_once_in_order() -> None:
+@pytest.mark.parametrize(("level", "cast"), [("O2", "level O2"), ("torch_autocast", "torch.autocast")])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_all_that_is_found_at_once_in_order(level: str, cast: str, bad: float) -> None:
     parts = {
         "a": weights(torch.float16, 1.0, 1e-4),
-        "b": weights(torch.float32, math.inf),
+        "b": weights(torch.float32, bad, bad),
         "c": weights(torch.bfloat16),
     }
     network, stranger = nn.ModuleDict(parts), weights(torch.float32, 1e4, 1.0).weight
-    network.register_buffer("sums", torch.tensor([math.nan]))
+    network.register_buffer("sums", torch.tensor([bad]))
+    network.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # is no fault
     groups = [{"params": [network["c"].weight, stranger]}, {"params": [network["a"].weight]}]
     optimizer = torch.optim.AdamW(groups, 1e-5, eps=1e-9, weight_decay=0.01)
-    found = preflight(network, optimizer, "O2", average={"a": torch.ones(1), "b": torch.ones(1).half()})
+    found = preflight(network, optimizer, level, average={"a": torch.ones(1), "b": torch.ones(1).half()})
     decay = {"lost": "100 %", "decay": 1e-7}
     wanted: list[tuple[str, str, str, dict[str, Any]]] = [
-        ("error", "a.weight", "parameter_low", {"dtype": "float16", "cast": "level O2"}),
+        ("error", "b.weight", "gradient_not_finite", {"count": 1}),
+        ("error", "a.weight", "parameter_low", {"dtype": "float16", "cast": cast}),
         ("error", "b.weight", "parameter_not_finite", {}),
-        ("error", "c.weight", "parameter_low", {"dtype": "bfloat16", "cast": "level O2"}),
+        ("error", "c.weight", "parameter_low", {"dtype": "bfloat16", "cast": cast}),
         ("error", "sums", "buffer_not_finite", {}),
         ("error", "optimizer", "strangers", {"count": 1}),
         ("warning", "b.weight", "left_out", {"count": 1}),

@@ -1,6 +1,11 @@
+# ruff: noqa: E501  (one trace per line reads best)
 """What to train with after a recorded run: scale, policy, format and recipe."""
 
 from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +16,10 @@ from test_diagnose import chain, rows
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision
-from mpkit.diagnose import recommend, stale_scales
+from mpkit.diagnose import Recommendation, recommend, stale_scales
+from mpkit.diagnose.words import said as words
 from mpkit.policies import ScalePolicy
-from mpkit.record import AmaxTrace, Recorder
+from mpkit.record import AmaxTrace, Recorder, Trace
 from mpkit.replay import replay
 from mpkit.scalers import PolicyLossScaler
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
@@ -68,13 +74,41 @@ def test_a_healthy_run_is_told_a_scale_that_does_not_overflow():
     assert row["flushed"] < 0.01
 
 
-@pytest.mark.parametrize(("tiny", "dtype"), [(4, "fp16"), (5, "fp16"), (6, "bf16")])
-def test_bf16_is_advised_where_more_than_a_twentieth_is_lost(tiny: int, dtype: str) -> None:
-    gradient = torch.cat([torch.ones(100 - tiny), torch.full((tiny,), 2.0**-45)])
-    advice = recommend(trace_of([gradient] * 8))
-    assert advice.dtype == dtype
-    said = "static scale 32768, or dynamic from 32768 with factor 2" if dtype == "fp16" else "no loss scale needed"
-    assert str(advice).startswith(f"train in {dtype}: {said}")
+said = partial(words, "recommend")
+ONE, IN_BF16 = torch.ones(1), said("bf16")
+OUTPUTS = [torch.tensor([top]) for top in (65504.0, 65505.0, math.nan, 1e5, 1e6)]  # the first is float16's largest
+LOSS = np.array([1.0, 1.0, math.nan, 1.0, math.inf, 1.0, 1.0, 1.0])
+
+
+def spread(key: str, share: str, lost: str, static: float = 2.0**15) -> str:
+    return said(key, spread=said("spread", static=static, share=share), lost=lost)
+
+
+def tiny(count: int) -> Trace:
+    return trace_of([torch.cat([torch.ones(100 - count), torch.full((count,), 2.0**-45)])] * 8)
+
+
+@pytest.mark.parametrize(
+    ("trace", "dtype", "static", "window", "reasons"),
+    [
+        (trace_of([ONE] * 8), "fp16", 2.0**15, 10, [spread("loses", "0 %", "0 %"), said("skipped", skipped=0, steps=8)]),
+        (trace_of([ONE] * 999 + [ONE * 2**10]), "fp16", 2.0**15, 500, [spread("loses", "0.1 %", "0 %"), said("skipped", skipped=2, steps=1000)]),
+        (trace_of([ONE] * 997 + [ONE * 2**10] * 3), "fp16", 2.0**5, 500, [spread("loses", "0 %", "0 %", 2.0**5), said("skipped", skipped=1, steps=1000)]),
+        (trace_of(([ONE] * 9 + [ONE * 2**20]) * 2, scale=2.0**-20), "fp16", 2.0**15, 10, [spread("loses", "10.0 %", "0 %"), said("skipped", skipped=2, steps=20)]),
+        (trace_of([ONE * 2**29] * 8, scale=2.0**-20), "fp16", 2.0**-14, 10, [spread("loses", "0 %", "0 %", 2.0**-14), said("skipped", skipped=0, steps=8)]),
+        (tiny(5), "fp16", 2.0**15, 10, [spread("loses", "0 %", "5.0 %"), said("skipped", skipped=0, steps=8)]),
+        (tiny(6), "bf16", None, None, [spread("too_wide", "0 %", "6.0 %"), IN_BF16]),
+        (trace_of([ONE] * 8, activations=trace_of([OUTPUTS]).gradients), "bf16", None, None, [*(said("output_left", name=n) for n in "abc"), IN_BF16]),
+        (trace_of([ONE] * 8, loss=LOSS), "bf16", None, None, [said("loss_not_finite", count=2, first=2), IN_BF16]),
+    ],
+)  # fmt: skip
+def test_what_is_advised_and_why(trace: Trace, dtype: str, static: Any, window: Any, reasons: list[str]) -> None:
+    ends = {"init_scale": static, "min_scale": 2.0**-14, "max_scale": 2.0**24, "name": "recommended"}
+    policy = window and ScalePolicy(growth_interval=window, **ends)
+    advice = recommend(trace)
+    assert advice == Recommendation(dtype, static, policy, tuple(reasons))
+    scale = said("scale", static=static, policy=policy) if policy else said("no_scale")
+    assert str(advice) == "\n  ".join([said("summary", dtype=dtype, scale=scale), *reasons])
 
 
 def test_without_a_finite_step_the_scale_must_have_come_down_to_1() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from mpkit.casting import Cast, cast_like, ledger, uniform
 from mpkit.diagnose import recommend_recipe, stale_scales
+from mpkit.diagnose.words import said as words
 from mpkit.formats import E4M3FN, E5M2
 from mpkit.policies import (
     TENSOR_SCALE_PRESETS,
@@ -130,13 +132,6 @@ def test_unused_bits_are_the_mean_distance_of_exponents(kind):
         assert done.worst[i] == pytest.approx(max(products) / 448)
 
 
-def test_a_current_scale_never_clips_and_a_longer_history_clips_less():
-    rows = [tensor_scale_preset("te_delayed", history_len=n) for n in (1, 4, 16, 64)]
-    result = replay_tensor_scales(series("plain"), [*rows, TENSOR_SCALE_PRESETS["te_current"]])
-    assert result.clipped[-1] == 0 < result.clipped[3] <= result.clipped[2] <= result.clipped[1] < result.clipped[0]
-    assert np.all(np.diff(result.unused_bits[:4]) > 0)  # and gives more range away
-
-
 def test_recorded_amaxes_give_the_scales_that_a_recipe_trains_with():
     policy = tensor_scale_preset("te_delayed", amax_history_len=3)
     torch.manual_seed(0)
@@ -166,8 +161,12 @@ def test_the_tensor_with_a_stale_scale_is_named():
     trace = AmaxTrace(("a.input", "b.grad", "c.weight"), amax)
     found = [(s.tensor, s.steps, s.first, s.overshoot) for s in stale_scales(trace)]
     assert found == [("b.grad", 1, 6, 50.0), ("c.weight", 1, 7, 4.0)]
-    assert recommend_recipe(trace)[0] == "te_current"
-    assert recommend_recipe(AmaxTrace(("a.input",), amax[:, :1]))[0] == "te_hybrid_delayed"
+    said = partial(words, "stale")
+    worst = said("scale", tensor="b.grad", steps=1, first=6, overshoot=50.0)
+    assert recommend_recipe(trace) == ("te_current", (said("some", count=2, tensors=3), worst))
+    for steps in (10, 1):
+        reasons = said("none", tensors=1, steps=max(steps - 1, 1))
+        assert recommend_recipe(AmaxTrace(("a.input",), amax[:steps, :1])) == ("te_hybrid_delayed", (reasons,))
     assert stale_scales(trace, margin=6) == []
 
 
