@@ -188,7 +188,7 @@ def _nearest_even(dtype: torch.dtype, fmt: FloatFormat, overflow: Overflow) -> K
     if fmt.specials == "ieee" and (fmt.min_exponent, fmt.max_exponent) == (-126, 127) and fmt.fraction_bits < 23:
         return _integer_kernel(fmt, overflow)
     # the sum of the shift has to be a normal float32; without fraction bits even means another thing
-    room = fmt.min_exponent >= -126 and 0 <= fmt.max_exponent < 104 + fmt.fraction_bits
+    room = 0 <= fmt.max_exponent < 104 + fmt.fraction_bits  # then the smallest normal is at least 2**-126
     return _shift_kernel(fmt, overflow) if room and 1 <= fmt.fraction_bits <= 20 else None
 
 

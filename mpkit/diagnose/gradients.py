@@ -102,7 +102,7 @@ class Watched:
         """Whether the gradients of scaled passes were limited, or their NaN taken out, before they are unscaled."""
         if self.scaler is None or not self.norms:
             return {}
-        changed = [old != new for old, new in zip(self.marks, look(self.few)) if new != (0, 0)]
+        changed = [old != new for old, new in zip(self.marks, look(self.few)) if any(new)]
         if not changed or (any(changed) and not all(changed)):
             return {}  # they were cleared, or a part of them was set
         before, now = length(self.norms), length(lengths(self.few))

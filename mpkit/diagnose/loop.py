@@ -106,7 +106,8 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     @property
     def _rests(self) -> bool:
         """After ten steps two in ten are looked at; what a scaler does is seen in all."""
-        return self.report.steps >= 10 and self.report.steps % 10 >= 2
+        tens, ones = divmod(self.report.steps, 10)
+        return tens > 0 and ones >= 2
 
     def _backward(self, original: Call, tensors: object, seeds: object = None, *args: object, **more: object) -> None:
         for watched in self._watched if self._rests else ():

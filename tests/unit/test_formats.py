@@ -217,6 +217,8 @@ def test_unknown_names_and_widths_are_refused(name):
         (lambda: FloatFormat("x", 5, 2, "fn"), ValueError, "specials must be"),
         (lambda: FloatFormat("x", 5, 2, bias=200), ValueError, "beyond float32"),
         (lambda: FloatFormat("x", 1, 0, "nuz"), ValueError, "no number but zero"),
+        (lambda: FloatFormat("x", 5, 2, bias=149), ValueError, r"2\*\*-150 to 2\*\*-119, beyond float32"),
+        (lambda: FloatFormat("x", 8, 7, "nan"), ValueError, r"2\*\*-133 to 2\*\*128, beyond float32"),
         (lambda: p3109(16, 3), ValueError, "3 to 15 bits"),
         (lambda: p3109(8, 8), ValueError, "precision must be at most 7"),
         (lambda: FP32.values(), ValueError, "too many to list"),
@@ -241,6 +243,8 @@ def test_shapes_and_empty_tensors():
     assert FP16.encode(x.t()).tolist() == [[0x3C00, 0x4000], [0x8000, 0x4400]]
     assert FP16.encode(torch.empty(0, 3)).shape == FP16.decode(torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
     assert FP16.encode(1).shape == ()
+    assert [get_format(name).encode(-0.0) for name in ("e4m3fnuz", "binary8p3u")] == [0, 0]  # there is one zero
+    assert FloatFormat("x", 1, 0, "none").values().tolist() == [-2.0, 0.0, 2.0]
 
 
 @pytest.mark.gpu

@@ -107,6 +107,8 @@ def test_weight_decay_that_rounds_away_is_told_apart(kind: Any) -> None:
     assert "BFloat16Weights" in found.way_out
     assert not named(layer, "decay", "O0", torch.optim.AdamW(layer.parameters(), 0.1, weight_decay=0.1))
     assert not named(layer, "decay", "O0", torch.optim.AdamW(layer.parameters(), 0.1, weight_decay=0.0))
+    layer.weight.data[:2] = 1.5  # half of them decay: 0.003 * 1.5 is more than half an ulp
+    assert not named(layer, "decay", "O0", torch.optim.AdamW(layer.parameters(), 0.1, weight_decay=0.03))
     wide = weights(torch.float32)
     assert not named(wide, "decay", "O0", torch.optim.AdamW(wide.parameters(), 0.1, weight_decay=0.01))
 

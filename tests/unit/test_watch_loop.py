@@ -218,7 +218,7 @@ WORDS: dict[str, Callable[[Case], Any]] = {
     "reentrant": lambda c: c.forward(lambda x: checkpoint(c.net[1:], c.net[0](x), use_reentrant=True)),
     "compiled": lambda c: c.forward(torch.compile(c.net, backend="eager", fullgraph=True)),
     "scaled_penalty": lambda c: c.penalty(lambda g: g),
-    "unscaled_penalty": lambda c: c.penalty(lambda g: g * (1.0 / c.scaler.get_scale())),
+    "unscaled_penalty": lambda c: c.penalty(lambda g: g * torch.ones_like(g) * (1.0 / c.scaler.get_scale())),
     "by_hand": lambda c, by=1024: (c.loss() * by).backward(),
     "by_a_tensor": lambda c: (torch.tensor(1024.0) * c.loss()).backward(),
     "by_a_seed": lambda c: c.loss().backward(torch.tensor(1024.0)),
