@@ -50,6 +50,7 @@ class Many:
 
     times = __mul__ = _of_each(torch._foreach_mul)
     over = __truediv__ = _of_each(torch._foreach_div)
+    __add__ = _of_each(torch._foreach_add)
     __sub__ = _of_each(torch._foreach_sub)
     sqrt = _of_each(torch._foreach_sqrt)
     rsqrt = _of_each(torch._foreach_rsqrt)
@@ -63,15 +64,11 @@ class Many:
     at_least_ = _in_place(torch._foreach_clamp_min_)
     at_most_ = _in_place(torch._foreach_clamp_max_)
 
-    def plus(self, x: Many | Number, factor: Number = 1.0) -> Many:
+    def plus(self, x: Many, factor: Number) -> Many:
         """self + factor * x, rounded once where the factor is a host number."""
-        if isinstance(x, float | int):
-            return Many(torch._foreach_add(self.xs, x))
         if isinstance(factor, Tensor):
-            x, factor = Many(torch._foreach_mul(self._fit(x), self._fit(factor))), 1.0
-        return Many(torch._foreach_add(self.xs, self._fit(x), alpha=factor))  # without it torch reads a 0-d tensor
-
-    __add__ = plus
+            x, factor = x.times(factor), 1.0
+        return Many(torch._foreach_add(self.xs, x.xs, alpha=factor))
 
     def add_(self, x: Many | Number, factor: float = 1.0, y: Many | None = None) -> Many:
         """self += factor * x * y."""

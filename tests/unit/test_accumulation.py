@@ -44,6 +44,12 @@ def test_other_gradients_and_an_update_that_raises_leave_nothing_behind() -> Non
     assert not any(t.any() for t in accumulate.accumulated)
     assert net.weight.grad is None
     assert not accumulate.flush()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    accumulate, before = GradientAccumulation(4, optimizer), net.bias.tolist()
+    for _ in range(3):
+        accumulate(loss, grads)
+    assert accumulate.flush()
+    assert net.bias.tolist() == pytest.approx([x - 1 for x in before])
 
 
 def by_cell(weight: nn.Parameter, make: Any, parts: int) -> None:

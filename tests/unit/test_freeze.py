@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mpkit import networks, optimizers
 from mpkit.boost import FreezeOpt, GradientFreeze
-from mpkit.boost.grad_freeze import expected_saving, stages_by_module
+from mpkit.boost.grad_freeze import expected_saving, freeze_cell, stages_by_module
 from mpkit.step import TrainOneStepCell
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -136,6 +136,13 @@ def test_the_hook_freezes_inside_any_train_cell_and_thaws_after_an_error() -> No
     cell(*batch())
     assert sorted(net.reached) == [2]
     assert all(p.requires_grad for p in net.parameters())
+
+
+def test_a_sum_over_processes_is_divided_only_where_a_mean_is_asked_for() -> None:
+    optimizer = FreezeOpt(torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0))
+    for mean, degree, divisor in ((None, 4, 1), (True, 4, 4), (True, None, None)):  # None: as many as there are
+        (cell,) = freeze_cell(True, Loss(), optimizer, 1.0, None, False, mean, degree)
+        assert cell.step.updates[0].degree == divisor  # type: ignore[attr-defined]
 
 
 # the formula

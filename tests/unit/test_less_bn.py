@@ -82,6 +82,16 @@ def test_inverted_residuals_lose_the_norm_after_the_expansion_and_the_last_one()
     }
 
 
+@pytest.mark.parametrize(
+    ("channels", "gone"), [((4, 5, 4), {"1"}), ((1, 2, 1), {"1"}), ((4, 4, 3), set()), ((4, 5, 5), set())], ids=str
+)
+def test_a_residual_is_inverted_where_it_widens_and_narrows(channels: tuple[int, int, int], gone: set[str]) -> None:
+    a, b, c = channels
+    up, down = (nn.Conv2d(a, b, 1), nn.BatchNorm2d(b), nn.ReLU6()), (nn.Conv2d(b, c, 1), nn.BatchNorm2d(c))
+    inside = nn.Conv2d(b, b, 3, padding=1, groups=b), nn.BatchNorm2d(b), nn.ReLU6()
+    assert LessBN(nn.Sequential(*up, *inside, *down)).report.removed.keys() == gone
+
+
 def test_dense_layers_lose_the_norm_that_reads_a_concatenation() -> None:
     report = LessBN(networks.DenseNet((3, 2), growth=4)).report
     assert set(report.removed) == {"features.2.norm1", "features.3.norm1", "features.9.norm1"}
