@@ -165,6 +165,8 @@ def test_a_group_that_is_added_is_trained_on_every_step_and_what_was_left_out_is
     first, left_out, added = everything = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     inner = torch.optim.SGD([first, left_out], 1.0)
     freezing = FreezeOpt(inner, [[first]])
+    with pytest.raises(ValueError, match=r"indices 0\.\.0"):
+        FreezeOpt(inner, [[first]], [1])
     (inner if inside else freezing).add_param_group({"params": [added]})
     assert freezing.still() == [left_out]
     for p in everything:

@@ -70,6 +70,7 @@ def test_a_scale_may_start_at_a_bound_and_obeys_one_that_is_moved() -> None:
     weights = [nn.Parameter(torch.ones(1)) for _ in range(3)]
     largest = torch.finfo(torch.float32).max
     manager = GroupLossScaleManager([1.0, 2.0**24, 64.0], [[w] for w in weights])
+    GroupLossScaleManager(8.0, growth=1.0, min_scale=8.0, max_scale=8.0)
     free = GroupLossScaleManager(largest, [weights], min_scale=0.0, max_scale=math.inf)
     manager.min_scale, manager.max_scale = 8.0, 16.0
     for w, grad in zip(weights, (1.0, 1.0, math.inf)):

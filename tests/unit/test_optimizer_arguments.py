@@ -37,6 +37,7 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
     ("order beside lr", lambda: opt.Adam([{"params": [P[0]]}, {"order_params": [P[0]], "lr": 1.0}]), ValueError),
     ("order too short", lambda: opt.Adam([{"params": [P[0], P[1]]}, {"order_params": [P[0]]}]), ValueError),
     ("order foreign", lambda: opt.Adam([{"params": [P[0]]}, {"order_params": [P[1]]}]), ValueError),
+    ("order twice", lambda: opt.Adam([{"params": [P[0]]}, *[{"order_params": [P[0]]}] * 2]), ValueError),
     ("order alone", lambda: opt.Adam([{"order_params": [P[0]]}]), ValueError),
     ("lr negative", lambda: opt.Adam([P[0]], -0.1), ValueError),
     ("lr none", lambda: opt.Adam([P[0]], None), TypeError),

@@ -150,15 +150,21 @@ def test_adafactor_divides_by_no_loss_scale() -> None:
     assert not torch.equal(pair[0], torch.ones(3))
 
 
+def test_a_static_scale_of_two_is_divided_out_of_gradients_alone() -> None:
+    p = nn.Parameter(torch.ones(1))
+    stepped(opt.SGD([p], 1.0, weight_decay=0.5, loss_scale=2.0), 0.5)
+    assert p.item() == 1 - 0.25 - 0.5
+
+
 @pytest.mark.parametrize("clip", [False, True])
 def test_lars_formula(clip):
     def make(p: Any) -> opt.LARS:
-        inner = opt.Momentum(p, 0.05, 0.9, weight_decay=0.02, loss_scale=8.0)
+        inner = opt.Momentum(p, 0.05, 0.9, weight_decay=0.02, loss_scale=2.0)
         return opt.LARS(inner, epsilon=1e-3, coefficient=0.5, use_clip=clip)
 
     start, grads, got = run64(make)
     w, v = start.clone(), torch.zeros_like(start)
-    for g in (grad / 8 for grad in grads):
+    for g in (grad / 2 for grad in grads):
         q = 0.5 * w.norm() / (g.norm() + 0.02 * w.norm() + 1e-3)
         q = torch.clamp(q / 0.05, max=1.0) if clip else q
         v = 0.9 * v + q * (g + 0.02 * w)
