@@ -53,6 +53,8 @@ def test_the_epsilon_grows_with_the_ranks_below_a_level() -> None:
         dot, xx, yy = (float(u @ v) + eps for u, v in ((x, y), (x, x), (y, y)))
         return (1 - dot / (2 * xx)) * x + (1 - dot / (2 * yy)) * y
 
+    with pytest.raises(ValueError, match="got 3"):
+        adasum([[a], [b], [c]])
     want = pair(pair(a, b, 2.0), pair(c, d, 2.0), 4.0)
     torch.testing.assert_close(adasum([[a], [b], [c], [d]], eps=1.0)[0], want, rtol=1e-14, atol=0)
     torch.testing.assert_close(adasum_pair(1e-6 * a, 1e-6 * b), pair(1e-6 * a, 1e-6 * b, 2e-12), rtol=1e-12, atol=0)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mpkit import networks
-from mpkit.boost import AutoBoost, BoostTrainOneStepCell, FreezeOpt, LessBN
+from mpkit.boost import AutoBoost, BoostTrainOneStepCell, FreezeOpt, LessBN, auto
 from mpkit.boost.config import FLAGS, KEYS, TUNED
 from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.step import WithLossCell
@@ -92,8 +92,10 @@ def test_what_has_no_effect_is_listed_with_the_reason() -> None:
     assert reasons(one)["grad_freeze"] == "freeze_p is 1: no step is ever frozen"
     assert one.active == ("less_bn",)
     quiet = AutoBoost("O0", {"boost": {"less_bn": True}, "grad_freeze": {"param_groups": 3}})
-    assert reasons(quiet)["boost.less_bn"] == "mode 'auto' does not read flags; use 'manual'"
-    assert reasons(quiet)["section grad_freeze"] == "grad_freeze is off at level O0 in mode 'auto'"
+    assert reasons(quiet) == {
+        "boost.less_bn": "mode 'auto' does not read flags; use 'manual'",
+        "section grad_freeze": "grad_freeze is off at level O0 in mode 'auto'",
+    }
     assert "takes the freeze path first" in reasons(AutoBoost("O2", faithful=True))["adasum"]
 
 
@@ -166,8 +168,17 @@ def test_what_the_optimizer_holds_beside_the_network_goes_on_learning(flag: str)
     assert len(seen) == 5
 
 
+def test_a_mark_asks_for_adasum_where_there_is_something_to_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "rank_and_size", lambda: (0, 2))
+    plain, marked = sgd(nn.Linear(1, 1)), sgd(nn.Linear(1, 1))
+    marked.adasum = True  # type: ignore[attr-defined]
+    assert [auto.made_by(optimizer, None).merges(optimizer) for optimizer in (plain, marked)] == [False, True]
+
+
 def test_what_was_left_out_of_the_optimizer_stays_out() -> None:
     net = networks.resnet18(width=2)
+    with pytest.raises(ValueError, match="only what less_bn removes"):
+        AutoBoost("O1").network_auto_process_train(net, sgd(net.layer1[0].bn1))
     optimizer = torch.optim.SGD(net.fc.parameters(), lr=0.1)  # only the head is fine-tuned
     AutoBoost("O0", {"boost": {"mode": "manual", "less_bn": True}}).network_auto_process_train(net, optimizer)
     held = [p for group in optimizer.param_groups for p in group["params"]]

@@ -144,3 +144,5 @@ def test_a_group_without_gradients_is_no_obstacle_to_dividing_by_the_updated_sca
     assert trained.grad.item() == pytest.approx(1 / (8 * manager.growth))
     with pytest.raises(ValueError, match="assign loss_scale_groups"):
         GroupLossScaleManager(8.0).unscale_and_update_()
+    with pytest.raises(ValueError, match="shrink < 1"):
+        GroupLossScaleManager(8.0, shrink=1.0)

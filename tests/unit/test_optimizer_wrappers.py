@@ -56,6 +56,8 @@ def test_flags_of_a_scaler_are_handed_on_and_taken_away():
     stepped(optimizer)
     assert optimizer.global_step == 0
     assert not {"found_inf", "grad_scale"} & vars(optimizer.optimizer).keys()
+    kinds = ("plain", "LARS", "bf16")  # the last would draw random bits in a skipped step
+    assert [wrapped(kind)._step_supports_amp_scaling for kind in kinds] == [True, True, False]
 
 
 class Peak(TorchDispatchMode):

@@ -188,6 +188,7 @@ def test_a_closure_is_called_once_with_gradients_enabled(name):
         return loss
 
     assert [optimizer.step(closure)] == calls
+    assert optimizer._step_supports_amp_scaling  # again: only while a plain closure runs nothing will be unscaled
     assert optimizer.global_step == 1
 
 

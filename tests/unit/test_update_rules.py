@@ -156,6 +156,14 @@ def test_a_static_scale_of_two_is_divided_out_of_gradients_alone() -> None:
     assert p.item() == 1 - 0.25 - 0.5
 
 
+def test_groups_are_decayed_whatever_the_names_in_them() -> None:
+    first, added = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = opt.SGD([{"params": [("beta", first)]}], 1.0, weight_decay=0.5)
+    optimizer.add_param_group({"params": [("gamma", added)]})
+    stepped(optimizer, 0.0)
+    assert (first.item(), added.item()) == (0.5, 0.5)
+
+
 @pytest.mark.parametrize("clip", [False, True])
 def test_lars_formula(clip):
     def make(p: Any) -> opt.LARS:
