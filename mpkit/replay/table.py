@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Policies = ScalePolicy | Mapping[str, ScalePolicy] | Sequence[ScalePolicy]
 _SAMPLES = 512  # steps at which headroom and flushed shares are looked at, spread over the run
 _FAR_BELOW = 24  # bits of unused range that count as a collapse: float16 has 40 in all
-_KEPT = 4_000_000  # policy-steps up to which `replay` returns every scale
+KEPT = 4_000_000  # policy-steps up to which `replay` returns every scale
 
 
 def replay(
@@ -59,7 +59,7 @@ def replay(
     check_kind("tops", tops, np.ndarray, "an array with the ceiling of each step")
     if tops.shape != (len(trace),):
         raise ValueError(f"tops need one ceiling for each of the {len(trace)} steps, got shape {tops.shape}")
-    scales = len(trace) * len(names) <= _KEPT if scales is None else scales
+    scales = len(trace) * len(names) <= KEPT if scales is None else scales
     check_flags(scales=scales)
     many = len(trace.rows)  # the steps with a histogram
     sample = trace.rows[np.linspace(0, many - 1, min(many, _SAMPLES)).astype(int)]

@@ -396,7 +396,6 @@ NONE, CURE = {"max_scale": None}, (Cure("bfloat16"),)
     [
         ("healthy", {"level": IN_AUTOCAST, "lost": 0.2}, "as_is lost"),
         ("healthy", {"lost": 0.2, "lost_at_scale": 0.05, "lost_at_best": 0.05}, "level lost"),
-        ("healthy", {"lost": 0.2, "lost_at_scale": 0.06, "lost_at_best": 0.05}, "level lost raise_it"),
         ("healthy", {"lost": 0.5, "lost_at_scale": 0.4, "lost_at_best": 0.2}, "level lost raise_it"),
         ("healthy", {"lost": 0.5, "lost_at_scale": 0.4, "lost_at_best": 0.21}, "level lost no_scale_helps"),
         ("healthy", {"lost": 0.1, "lost_at_scale": 0.09, "lost_at_best": 0.06}, "level lost no_scale_helps"),
@@ -406,7 +405,6 @@ NONE, CURE = {"max_scale": None}, (Cure("bfloat16"),)
         ("gradient_overflow", {"operation": "sqrt"} | BELOW, "born went_in level negative would_fit divide"),
         ("gradient_overflow", {"operation": "sqrt"} | BELOW | {"phase": "backward"}, "born went_in level sqrt would_fit divide"),
         ("forward_overflow", {"operation": "sqrt"} | AT_0, "born went_in level sqrt no_cure hidden"),
-        ("forward_overflow", {"operation": "mul"} | BELOW, "born went_in level mul no_cure hidden"),
         ("forward_overflow", {"operation": "logical_not", "level": AS_IT_IS}, "born as_is not_tried hidden"),
         ("forward_overflow", {"operation": "weight_norm_interface", "low_loss": math.nan, "cures": CURE}, f"born level weight_norm {CURE[0]} not_the_scale"),
         ("precision_lost", {"module": "buffer x"}, "digits level wide_buffer"),
@@ -428,5 +426,3 @@ def test_numbers_in_a_report() -> None:
     lost = "Of the gradient values, 12.3 % are lost to zero at scale 1, and 5.7 % at 2^16 = 65536."
     assert str(report).splitlines()[1:3] == [f"  {level}", f"  {lost}"]
     assert str(operand(-1.0)[0]) == "a float16 tensor of 2x3 with values from -1 to 2; 1 are not finite"
-    one = Operand(torch.float16, (), 1.0, 2.0, 0)
-    assert str(one) == "a float16 tensor of one value with values from 1 to 2"

@@ -158,6 +158,12 @@ def test_replay_takes_a_policy_a_list_a_vector_or_a_mapping() -> None:
     assert set(replay(trace, {"a": one, "b": two})["policy"]) == {"a", "b"}
 
 
+def test_every_scale_is_told_where_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpkit.replay.table.KEPT", 10)
+    kept = ["scale" in replay(trace_of([torch.ones(3)] * 5), [swept(8.0, 2, 3)] * count) for count in (1, 2, 3)]
+    assert kept == [True, True, False]
+
+
 def test_sweep_is_replay_of_every_combination() -> None:
     generator = torch.Generator().manual_seed(4)
     trace = trace_of([torch.randn(100, generator=generator) * 2.0**-5 for _ in range(80)])

@@ -403,18 +403,13 @@ RIGHT: list[tuple[str, str]] = [
     ("scheduled", "clear scaled step update schedule_step"),
     ("scheduled", "clear scaled step halve schedule_step"),
     ("once two", "clear_all scaled step update"),
-    ("", "clear by_hand/8 bare"),
-    ("", "clear by_a_tensor divide/1024 bare"),
-    ("", "clear by_a_seed divide/1024 bare"),
+    ("", "clear by_hand/8 bare clear by_a_tensor divide/1024 bare clear by_a_seed divide/1024 bare"),
     ("", "clear scaled divide/1024 bare"),
     ("other_scaler/4096", "clear scaled divide/1023 step update"),
     ("", "scaled clear scaled step update clear"),
-    ("", "clear only_looked_at scaled step update"),
-    ("", "clear scaled log step update"),
+    ("", "clear only_looked_at scaled step update clear scaled log step update"),
     ("", "bfloat16_sums 3:bare 3:clear"),
-    ("", "bfloat16/0.3 bare clear"),
-    ("", "weighted bare clear"),
-    ("", "bfloat16 3:replace 3:bare 3:clear"),
+    ("", "bfloat16/0.3 clip bare clear weighted bare clear bfloat16 bfloat16 replace bare clear"),
 ]
 
 
