@@ -266,6 +266,7 @@ FAULTS = [
     Fault("bias of -inf", lambda: with_weight(upscaled(), "0.bias", lambda b: b.fill_(-math.inf)), images, "weights_non_finite", "", "parameter 0.bias"),
     Fault("NaN in the padding row", lambda: with_weight(words_in(nn.Embedding(10, 8, padding_idx=0)), "0.weight", lambda w: w[0].fill_(math.nan)), lambda: (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), "weights_non_finite", "", "parameter 0.weight"),
     Fault("a mask times 0", lambda: Written(lambda m, x, k: m.last(x + m.times(m.view(k))), view=Op(lambda k: k[:4]), times=Op(lambda k: k * 0), last=linear()), lambda: ((rows()[0], causal(8)), rows()[1]), "model_non_finite", "forward", "times", "mul"),
+    Fault("square of 300 of no module's own", lambda: Written(lambda m, x: m.last((m.first(x) * 0 + 300) ** 2 / 1e3), first=linear(8), last=linear()), rows, "forward_overflow", "forward", "(network)", "pow", cures="level O1, bfloat16"),
     Fault("a loss a million times too large", lambda: chain(), rows, "gradient_overflow", "backward", "(network)", "cast to float16 of cast to float32", loss=lambda o, y: F.cross_entropy(o, y) * 1e7, cures="bfloat16"),
 ]  # fmt: skip
 
@@ -278,7 +279,7 @@ def test_a_planted_fault_is_named(fault):
 
     report = diagnose(network, fault.batch(), fault.loss, **options)
 
-    assert report.verdict == fault.verdict, str(report)
+    assert (report.verdict, report.level) == (fault.verdict, options.get("level", "O2")), str(report)
     if fault.phase:
         operation, _, of = fault.operation.partition(" of ")
         assert report.phase == fault.phase, str(report)
@@ -377,6 +378,7 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     ("embedding with padding", lambda: words_in(nn.Embedding(10, 8, padding_idx=0)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
     ("embedding with sparse gradients", lambda: words_in(nn.Embedding(10, 8, sparse=True)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
     ("targets left out", lambda: chain(), (rows()[0], torch.tensor([0, -100, 2, -100])), F.cross_entropy, {}),
+    ("a layer that is not used", lambda: Written(lambda m, x: m.last(x), last=linear(), rest=linear()), rows(), F.cross_entropy, {}),
     ("weight norm", weight_normed, rows(), F.cross_entropy, {}),
     ("in place", lambda: chain(lambda x: x.mul_(2).relu_()), rows(), F.cross_entropy, {}),
     ("tied layers", lambda: tied(1.0), rows(), F.cross_entropy, {}),
@@ -412,7 +414,7 @@ def test_scales_are_tried_from_2_to_the_minus_40_to_the_end_of_float32():
     assert (report.max_scale, report.lost) == (2.0**127, 0.0)
     for power, want in ((15, 1.0), (55, 2.0**-40), (56, None)):  # the slope at the output is 2**power times the scale
         loss = partial(lambda gain, out: out.float().sum() * gain, 2.0**power)
-        report = diagnose(nn.Linear(1, 1).half(), torch.ones(1, 1).half(), loss, level=None, scale=2.0)
+        report = diagnose(nn.Linear(1, 1).half(), torch.ones(1, 1).half(), loss, level=None, scale=4.0)
         assert (report.verdict, report.max_scale) == ("scale_too_high" if want == 1 else "gradient_overflow", want)
         assert math.isnan(report.lost_at_scale)
 
@@ -430,6 +432,8 @@ def test_the_lost_share_counts_gradients_that_float16_flushes():
     gone = sum(int(((a != 0) & (b == 0)).sum()) for a, b in zip(wide, low))
     assert report.lost == gone / sum(int((a != 0).sum()) for a in wide)
     assert report.lost > 0.3
+    collapsed = diagnose(network, (x, y), small, level=None, scale=0)  # which is asked about at 1
+    assert collapsed.lost_at_scale == collapsed.lost == report.lost
     assert report.lost_at_scale < 0.05
     assert "raise it" in diagnose(network, (x, y), small, scale=1.0).advice[0]
 
