@@ -194,7 +194,7 @@ class Watch(TorchDispatchMode):
     def _flushed(self, operation: str, inputs: list[Tensor], out: Tensor) -> None:
         if not self.backward and checkable(out):
             key = self._where(), operation
-            self.zeroed[key] = max(_share_zeroed(operation, inputs, out), self.zeroed.get(key, 0.0))
+            self.zeroed[key] = max(_share_zeroed(inputs, out), self.zeroed.get(key, 0.0))
 
     def _where(self) -> str:
         return self._path[-1] if self._path else OUTSIDE
@@ -247,11 +247,11 @@ def _kinds(t: Tensor) -> set[str]:
     return {kind for kind, where in found.items() if bool(where.any())}
 
 
-def _share_zeroed(operation: str, inputs: list[Tensor], out: Tensor) -> float:
-    """Share of the results that are zero though nothing that went in was; minus infinity rightly becomes one."""
+def _share_zeroed(inputs: list[Tensor], out: Tensor) -> float:
+    """Share of the results that are zero though nothing that went in was."""
     zero = numbers(out) == 0
     for given in map(numbers, inputs if bool(zero.any()) else ()):
-        there = given != (-math.inf if operation in ("exp", "softmax", "sigmoid") else 0)
+        there = given != 0
         fits = all(a in (1, b) for a, b in zip(reversed(there.shape), reversed(zero.shape)))
         zero = zero & there if there.dim() <= zero.dim() and fits else zero
     return float(zero.double().mean())

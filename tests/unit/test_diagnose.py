@@ -378,6 +378,8 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     ("embedding with padding", lambda: words_in(nn.Embedding(10, 8, padding_idx=0)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
     ("embedding with sparse gradients", lambda: words_in(nn.Embedding(10, 8, sparse=True)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
     ("targets left out", lambda: chain(), (rows()[0], torch.tensor([0, -100, 2, -100])), F.cross_entropy, {}),
+    ("complex numbers times real ones", lambda: chain(lambda x: (torch.complex(x.relu(), x) * x.relu()).real), rows(), F.cross_entropy, {"level": "O0"}),
+    ("zeros of a product of matrices", lambda: Written(lambda m, x: m.last(m.part(x)), part=Op(lambda x: ((x * 1e-4) @ (torch.eye(8).to(x) * 1e-4)) * 2), last=linear()), rows(), F.cross_entropy, {}),
     ("a layer that is not used", lambda: Written(lambda m, x: m.last(x), last=linear(), rest=linear()), rows(), F.cross_entropy, {}),
     ("weight norm", weight_normed, rows(), F.cross_entropy, {}),
     ("in place", lambda: chain(lambda x: x.mul_(2).relu_()), rows(), F.cross_entropy, {}),

@@ -95,6 +95,11 @@ def test_gradients_that_no_scale_brings_back_name_the_operation(operation: str) 
     assert "raise it" not in str(report)
 
 
+def test_numbers_that_a_cast_makes_zero_name_the_cast() -> None:
+    report = diagnose(linear(), (rows()[0] * 1e-9, rows()[1]), F.cross_entropy, level="O1")
+    assert (report.verdict, report.operation) == ("lost_in_forward", "cast to float16"), str(report)
+
+
 # --- lost digits
 
 
