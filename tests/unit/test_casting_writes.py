@@ -96,6 +96,13 @@ def test_what_a_part_writes_into_a_nest_that_it_is_given_arrives(level: str, dty
         assert torch.equal(written.float(), torch.eye(4))  # type: ignore[attr-defined, union-attr]
 
 
+def test_what_a_dataclass_holds_is_cast_as_an_argument_is() -> None:
+    part = Calls(lambda module, cache: cache.last)
+    network = auto_mixed_precision(Calls(lambda module, x: module.part(Cache(x)).dtype, part), "O2", torch.bfloat16)
+    to_float(network.part, torch.float32)
+    assert network(torch.eye(4)) is torch.float32
+
+
 ROWS = torch.tensor([0, 1, 2, 2])
 # what torch has for one dtype only: of 16-bit activations beside float32 tensors
 BESIDE: dict[str, Callable[[Any, Tensor], Any]] = {

@@ -188,6 +188,8 @@ def test_bad_input_is_refused_with_the_way_out():
         with pytest.raises(error, match=words):
             wrong()
     optimizer = BFloat16Weights(torch.optim.SGD([low]), "kahan")
+    drawing = BFloat16Weights(torch.optim.SGD([low]), "kahan", generator=torch.Generator())
+    drawing.load_state_dict(optimizer.state_dict()), optimizer.load_state_dict(drawing.state_dict())
     with pytest.raises(ValueError, match="needs 0 entries"):
         BFloat16Weights(torch.optim.SGD([low]), "stochastic").load_state_dict(optimizer.state_dict())
 
