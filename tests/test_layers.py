@@ -47,6 +47,10 @@ def upward_imports(source: str, module: str) -> list[str]:
     ]
 
 
+def test_lines_of_scripts_are_not_longer_than_160_columns():
+    assert [line for line in (ROOT / "mpkit/view/scene.js").read_text("utf-8").splitlines() if len(line) > 160] == []
+
+
 def test_every_module_has_a_layer_and_imports_downward():
     wrong = []
     for path in sorted((ROOT / "mpkit").rglob("*.py")):

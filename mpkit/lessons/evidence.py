@@ -156,7 +156,7 @@ def _way(see: Sheet, title: str, stops: list[Stop], born: int | None) -> None:
         panel.boxes(*box, edge="own", width=4, only=(i, i))
         panel.text(stop.name, x + 0.45, y + 0.62, weight="bold")
         told = f"{stop.bad} of {stop.many}\ninf or NaN" if stop.bad else f"{stop.dtype}\n≤ {stop.high:.3g}"
-        panel.text(told, x + 0.45, y + 0.28, size=11, color="overflow" if stop.bad else "ink", only=(i, last))
+        panel.text(told, x + 0.45, y + 0.28, size=10, color="overflow" if stop.bad else "ink", only=(i, last))
         if i == born:
             panel.text("born here", x + 0.45, y + 0.92, weight="bold", color="overflow", only=(i, last))
         if i == len(parts) - 1:

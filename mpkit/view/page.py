@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import time
 import zlib
 from pathlib import Path
 from typing import Any, cast
 
 from anywidget import AnyWidget
-from ipywidgets import VBox, Widget
 from traitlets import Bytes, Dict, Int, List, Unicode
 
 from mpkit.view import ahead
 from mpkit.view.controls import Stroke
 from mpkit.view.sheet import ROLES
-from mpkit.view.still import static_bundle
 from mpkit.view.words import raised
 
 AT_MOST = 400
@@ -25,6 +24,8 @@ BYTES = 25_000
 PATIENCE = 0.05
 """Seconds of work for one message: a question in between is not kept waiting."""
 HERE = Path(__file__).parent
+_OUTPUT = ".jp-OutputArea-child"
+HIDES_ERROR = f"<style>{_OUTPUT}:has(.mpk-still) + {_OUTPUT} .jupyter-widgets:not(:has(*)) {{display: none}}</style>"
 DARK_JUPYTER = 'body[data-jp-theme-light="false"]'
 DARK_ELSEWHERE = 'html[theme="dark"], body.vscode-dark, body.vscode-high-contrast:not(.vscode-high-contrast-light)'
 
@@ -43,32 +44,34 @@ def stylesheet() -> str:
     return themes + (HERE / "scene.css").read_text(encoding="utf-8")
 
 
-def show(view: Any) -> None:
-    """Display a `View`: first what a page stores, then the widget, which hides it while it lives.
+def show(stored: dict[str, Any], widget: AnyWidget) -> None:
+    """Display what a page stores, then the widget, which hides it while it lives.
 
     Two outputs, because a page that has no model for a widget shows an error in its place, and not what stands beside
-    it in the same output.
+    it in the same output. JupyterLab's error, words alone where a widget would be, is hidden by a style that is stored.
     """
     from IPython.display import display
 
-    data, metadata = cast(Any, Page(view)._repr_mimebundle_())
+    data, metadata = cast(Any, widget._repr_mimebundle_())
     kind = "application/vnd.jupyter.widget-view+json"
-    for bundle in (static_bundle(view.png(), repr(view)), {kind: data[kind]}):
-        display(bundle, metadata=metadata if kind in bundle else {}, raw=True)
+    display(stored | {"text/html": stored["text/html"] + HIDES_ERROR}, raw=True)
+    display({kind: data[kind]}, metadata=metadata, raw=True)
 
 
-class Stored(VBox):
-    """Widgets whose form on a page without a kernel is a text."""
+class Note(AnyWidget):
+    """Words in a page that asks its kernel nothing: figures, or a prediction with its answers and all that is told.
 
-    def __init__(self, text: str, *children: Widget) -> None:
-        self.text = text
-        super().__init__(children)
+    `stored` is what a page without a living one shows.
+    """
 
-    def __repr__(self) -> str:
-        return self.text
+    _esm = HERE / "scene.js"
+    _css = stylesheet()
+    stored = Unicode()
+    note = Dict().tag(sync=True)
 
-    def _repr_mimebundle_(self, **kwargs: object) -> Any:  # ipywidgets cuts the text off after 110 characters
-        return super()._repr_mimebundle_(**kwargs) | {"text/plain": self.text}
+    def _ipython_display_(self) -> None:
+        lines = "<br>".join(html.escape(self.stored).splitlines())
+        show({"text/html": f'<div class="mpk-still">{lines}</div>', "text/plain": self.stored}, self)
 
 
 class Page(AnyWidget):

@@ -50,9 +50,9 @@ def gradients(see: Sheet, where: tuple[int, int], trace: Trace, scale: np.ndarra
     ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
     shift = exponents(scale, -200, 200)
     top = min(40, max(20, math.ceil((ends[rows] + shift).max())))
-    x = linear("share, % (0 is not drawn)", 0, 1.5 * share.max(), 3)  # the names of the regions stand right of all bars
+    x = linear("share, % (0 is not drawn)", 0, 1.75 * share.max(), 3)  # names of regions stand right of all bars
     panel = see.panel(*where, title="gradients × scale", x=x, y=log2("gradient × scale, float16", low, top))
-    regions(panel, "y", *edges(FP16), zero="become zero")
+    regions(panel, "y", *edges(FP16))
     look: dict[str, Any] = {"axis": "y", "rows": rows, "shift": shift, "zones": zones(edges(FP16))}
     shares = np.round(255 * share / share.max()).astype(np.uint8)  # a byte each
     look |= {"width": 1, "label": "share of the gradients, %", "quiet": True, "unit": share.max() / 255}

@@ -34,33 +34,19 @@ def predict(topic: str, name: str) -> Any:
 
     Raises:  ValueError for a topic or prediction that does not exist.
     """
-    from ipywidgets import HTML, Button
+    from mpkit.view.page import Note
 
-    from mpkit.view.page import Stored
-
-    asked, status, pressed = _of(topic, "predict", name), HTML(), list[str]()
-    answers = {letter: f"({letter}) {raised(text)}" for letter, (text, _) in zip("abcdefgh", asked["choices"])}
-    layout = {"width": "auto", "max_width": "860px", "height": "auto"}
-    buttons = {letter: Button(description=text, layout=layout) for letter, text in answers.items()}
-
-    def press(letter: str) -> None:
-        pressed.append(letter)
-        buttons[pressed[0]].add_class("mpk-chosen")
-        status.value = f'<div role="status">{escape(told(asked, pressed[0], letter))}</div>'
-
-    for letter, button in buttons.items():
-        button.add_class("mpk-choice")
-        button.on_click(lambda _, letter=letter: press(letter))
-    ask = raised(asked["ask"])
-    prompt = HTML(f"<style>{_CHOICES}</style><b>Predict.</b> {escape(ask)}")
-    return Stored("\n  ".join([f"Predict: {ask}", *answers.values()]), prompt, *buttons.values(), status)
+    note = predicted(topic, name)
+    return Note(stored="\n  ".join([f"Predict: {note['ask']}", *note["answers"]]), note=note)
 
 
-# long answers take two lines; the chosen one is framed, as JupyterLab's own colours for it are too pale for their words
-_CHOICES = (
-    ".mpk-choice { white-space: normal; line-height: 1.5; padding: 4px 12px; text-align: left; }"
-    ".mpk-chosen { font-weight: 600; box-shadow: inset 0 0 0 2px currentColor; }"
-)
+def predicted(topic: str, name: str) -> dict[str, Any]:
+    """What a page needs of a prediction: the question, its answers, what is told after each first and last press."""
+    asked = _of(topic, "predict", name)
+    letters = "abcdefgh"[: len(asked["choices"])]
+    answers = [f"({letter}) {raised(text)}" for letter, (text, _) in zip(letters, asked["choices"])]
+    says = [[told(asked, first, now) for now in letters] for first in letters]
+    return {"ask": raised(asked["ask"]), "answers": answers, "says": says}
 
 
 def told(prediction: Mapping[str, Any], first: str, now: str) -> str:
@@ -162,10 +148,8 @@ def on_screen(figures: object) -> Any:
 
     Returns a widget, so a cell ends with it, or calls IPython's `display` on it.
     """
-    from ipywidgets import HTML
-
-    from mpkit.view.page import Stored
+    from mpkit.view.page import Note
 
     as_html = getattr(figures, "_repr_html_", None)  # of which a head without words, in the corner, would be read out
     shown = as_html().replace("<th></th>", "<td></td>") if as_html else f"<pre>{escape(str(figures))}</pre>"
-    return Stored("Run this cell: the figures of your machine then stand here.", HTML(shown))
+    return Note(stored="Run this cell: the figures of your machine then stand here.", note={"figures": shown})

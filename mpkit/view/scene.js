@@ -1,5 +1,6 @@
 // Draws any sheet of mpkit/view/sheet.py as SVG: one plain ES module that knows nothing of mixed precision. It reads
-// spec (the sheet), index (the step), controls, tries and state (the form), message, rows; `ask` says what the reader did.
+// spec (the sheet), index (the step), controls, tries and state (the form), message, rows; `ask` says what the reader
+// did. A note has words alone.
 
 const { abs, max, min, round } = Math;
 const set = (node, given) => { for (const [k, v] of Object.entries(given)) if (v != null) node.setAttribute(k, v); return node; };
@@ -22,8 +23,10 @@ const length = (m) => max(0, ..."x y x0 y0 x1 y1 text".split(" ").map((k) => (ma
 const clamp = (v, a, b) => min(max(a, b), max(min(a, b), v));
 const within = (v, [a, b]) => a <= v && v <= b;
 const finger = () => matchMedia("(pointer: coarse)").matches; // what it has to hit is 24 pixels wide
+const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 const reveal = (node, yes) => (node.style.display = yes ? "" : "none");
-const wideness = (text) => 0.64 * max(1, ...text.split("\n").map((line) => line.length)); // of words, in letters' heights
+// of words, in letters' heights
+const wideness = (text) => 0.64 * max(1, ...text.split("\n").map((line) => line.length));
 const px = (v) => round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ..."⁰¹²³⁴⁵⁶⁷⁸⁹" };
 const raised = (text) => String(text ?? "").replace(/\b2\^(-?[\d.]*\d)/g, (_, n) => "2" + [...n].map((c) => RAISED[c]).join(""));
@@ -42,7 +45,8 @@ const sentence = ([template, columns], i) => template.replace(/\{(\w+)(?::([^}]*
 
 // What mpkit/view/ahead.py packed; floats may lie unaligned, and are copied.
 async function unpacked(data) {
-	const raw = await new Response(new Blob([data]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer(), end = 4 + new DataView(raw).getUint32(0, true);
+	const stream = new Blob([data]).stream().pipeThrough(new DecompressionStream("deflate"));
+	const raw = await new Response(stream).arrayBuffer(), end = 4 + new DataView(raw).getUint32(0, true);
 	const array = (kind, [from, length]) => new kind(raw.slice(end + from, end + from + length));
 	return JSON.parse(new TextDecoder().decode(raw.slice(4, end)), (_, v) => (v?.f4 ? array(Float32Array, v.f4) : v?.u1 ? array(Uint8Array, v.u1) : v));
 }
@@ -81,16 +85,14 @@ function trace(p, m, n, ys = m.y) {
 }
 
 function rectangle(p, x0, y0, x1, y1, least = 0) { // both sides at least so long
-	const [a, b, c, d] = [p.X(x0), p.Y(y0), p.X(x1), p.Y(y1)], more = (u, v) => (max(0, least - abs(v - u)) / 2) * (v < u ? -1 : 1), wide = more(a, c), tall = more(b, d);
+	const [a, b, c, d] = [p.X(x0), p.Y(y0), p.X(x1), p.Y(y1)];
+	const more = (u, v) => (max(0, least - abs(v - u)) / 2) * (v < u ? -1 : 1), wide = more(a, c), tall = more(b, d);
 	return `M${px(a - wide)} ${px(b - tall)}H${px(c + wide)}V${px(d + tall)}H${px(a - wide)}z`;
 }
 
 const glyph = (m, x, y) => (Number.isFinite(x + y) ? `M${px(x)} ${px(y)}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "");
-function glyphs(p, m, to, every = 1) {
-	let d = "";
-	for (let i = 0; i < to; i += every) d += glyph(m, p.X(at(m.x, i)), p.Y(at(m.y, i)));
-	return d;
-}
+const glyphs = (p, m, to, every = 1) => Array.from({ length: Math.ceil(to / every) }, (_, k) => k * every)
+	.map((i) => glyph(m, p.X(at(m.x, i)), p.Y(at(m.y, i)))).join("");
 
 const path = (g, m, kind, given = {}) => {
 	const node = svg(g, "path", { class: kind, "stroke-width": m.width ?? (kind === "box" ? 0 : 2), "stroke-dasharray": DASH[m.dash] ?? m.dash, ...given });
@@ -104,7 +106,8 @@ const area = (g, p, look, hatch) => [path(g, look, "box"), hatch && svg(g, "path
 const DRAW = {
 	line(g, p, m) {
 		if (m.ghost && m.was) svg(g, "path", { class: "line ghost", "stroke-width": 1.5, d: trace(p, m, length(m), m.was) });
-		const line = path(g, m, "line", { "data-mark": m.type, "marker-end": m.head && `url(#${p.ids}t)` }), spots = m.glyph && path(g, m, "glyph", { "stroke-dasharray": null });
+		const line = path(g, m, "line", { "data-mark": m.type, "marker-end": m.head && `url(#${p.ids}t)` });
+		const spots = m.glyph && path(g, m, "glyph", { "stroke-dasharray": null });
 		return (i) => {
 			const n = reached(m, i);
 			set(line, { d: trace(p, m, n) });
@@ -116,7 +119,8 @@ const DRAW = {
 		path(g, m, "band", { d: trace(p, m, n) + "L" + trace(p, { x: pick(m.x), y: pick(m.y2) }, n).slice(1) + "z" });
 	},
 	points(g, p, m) {
-		const ring = m.ring && ["ring back", "ring"].map((kind) => svg(g, "circle", { class: kind, pathLength: 1, r: (m.size ?? 4) + 6 })), spots = path(g, m, "glyph", { "data-mark": m.type });
+		const circle = (kind) => svg(g, "circle", { class: kind, pathLength: 1, r: (m.size ?? 4) + 6 });
+		const ring = m.ring && ["ring back", "ring"].map(circle), spots = path(g, m, "glyph", { "data-mark": m.type });
 		if (m.show !== "at") return (i) => set(spots, { d: glyphs(p, m, reached(m, i)) });
 		return (i, pos) => {
 			const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
@@ -134,7 +138,8 @@ const DRAW = {
 			if (!groups.has(key)) groups.set(key, { nodes: area(g, p, look, m.hatch), items: [] });
 			groups.get(key).items.push(k);
 			if (m.sets && p.real) pick(m, k, rectangle(p, x0, y0, x1, y1, finger() ? 24 : 0));
-			if (m.text) words(g, p.X((x0 + x1) / 2), p.Y((y0 + y1) / 2), m.text[k], { size: m.size, halo: m.hatch });
+			const size = m.text && clamp(abs(p.X(x1) - p.X(x0)) / wideness(m.text[k]), 8, m.size ?? 12); // words fit into their box
+			if (m.text) words(g, p.X((x0 + x1) / 2), p.Y((y0 + y1) / 2), m.text[k], { size, halo: m.hatch });
 		}
 		const draw = (i) => {
 			const last = reached(m, i);
@@ -146,8 +151,7 @@ const DRAW = {
 		return m.show ? draw : void draw(0);
 	},
 	bars(g, p, m) {
-		const zones = m.zones ?? [[null, m.fill ?? "own"]], half = (m.width ?? 0.8) / 2;
-		const look = { color: m.edge ?? "muted", width: 1 };
+		const zones = m.zones ?? [[null, m.fill ?? "own"]], half = (m.width ?? 0.8) / 2, look = { color: m.edge ?? "muted", width: 1 };
 		const paths = new Map(zones.map(([, fill]) => [fill, area(g, p, { ...look, fill }, m.hatch)]));
 		return (i) => {
 			const row = shownRow(m, i), shift = at(m.shift ?? 0, i), d = new Map();
@@ -169,19 +173,30 @@ const DRAW = {
 	text(g, p, m) {
 		const nodes = [];
 		for (let k = 0; k < length(m); k++) {
-			const [x, y] = m.frame ? [p.left + at(m.x, k) * (p.right - p.left), p.bottom - at(m.y, k) * (p.bottom - p.top)] : [p.X(at(m.x, k)), p.Y(at(m.y, k))];
-			const own = at(m.text, k), across = (m.size ?? 12) * wideness(own), [before, behind] = { start: [0, 1], end: [1, 0] }[m.anchor] ?? [0.5, 0.5];
-			const inside = m.rotate || p.x.follow ? x + (m.dx ?? 0) : clamp(x + (m.dx ?? 0), before * across, max(before * across, p.full - behind * across)); // nothing is cut
-			nodes.push(words(g, inside, y + (m.dy ?? 0), own, { ...m, color: at(m.color ?? "ink", k) }));
+			const own = at(m.text, k), across = (m.size ?? 12) * wideness(own), look = standing(p, m, own, across), { dx = 0, dy = 0 } = look;
+			const [X, Y] = m.frame ? [(v) => p.left + v * (p.right - p.left), (v) => p.bottom - v * (p.bottom - p.top)] : [p.X, p.Y];
+			const [before, behind] = { start: [0, across], end: [across, 0] }[look.anchor] ?? [across / 2, across / 2], x = X(at(m.x, k)) + dx;
+			// no word is cut at the edge of the page
+			const inside = look.rotate || p.x.follow ? x : clamp(x, before, max(before, p.full - behind));
+			nodes.push(words(g, inside, Y(at(m.y, k)) + dy, look.gone ? "" : own, { ...look, color: at(m.color ?? "ink", k) }));
 		}
 		return m.show === "at" ? (i) => nodes.forEach((node, k) => reveal(node, k === i)) : undefined;
 	},
 	notes() {}, handle() {}, pen: (...given) => DRAW.line(...given),
 };
 
+// The name of a region lies in it, stands where that is too narrow, and is left out where it would lie on the border.
+function standing(p, m, text, across) {
+	const [axis, low, high] = m.room ?? [], to = axis === "x" ? p.X : p.Y, room = abs(to(high) - to(low));
+	if (!axis || room >= (axis === "x" ? across : 14.4 * text.split("\n").length)) return m;
+	return axis === "x" && room > 15 ? { ...m, ...m.narrow } : { gone: true };
+}
+
 function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", valign = "middle", halo, rotate, weight } = {}) {
-	const lines = raised(text).split("\n"), [first, up] = { top: [0.8, 0], middle: [0.35, 0.6], bottom: [-0.2, 1.2] }[valign], shift = first - up * (lines.length - 1);
-	const node = svg(g, "text", { "text-anchor": anchor, "font-size": size, "font-weight": weight, class: halo ? "halo" : null, transform: `translate(${px(x)} ${px(y)})` + (rotate ? ` rotate(${-rotate})` : "") });
+	const lines = raised(text).split("\n"), [first, up] = { top: [0.8, 0], middle: [0.35, 0.6], bottom: [-0.2, 1.2] }[valign];
+	const shift = first - up * (lines.length - 1), turned = rotate ? ` rotate(${-rotate})` : "";
+	const look = { "text-anchor": anchor, "font-size": size, "font-weight": weight, class: halo ? "halo" : null };
+	const node = svg(g, "text", { ...look, transform: `translate(${px(x)} ${px(y)})${turned}` });
 	node.style.color = paint(color);
 	lines.forEach((line, k) => svg(node, "tspan", { x: 0, y: px((shift + 1.2 * k) * size) }, line));
 	return node;
@@ -190,8 +205,10 @@ function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", val
 // Below 600 pixels panels stand on top of each other, each as high as it was; small multiples keep three in a row.
 const NARROW = 600, MOUSE = 680; // a page is seldom narrower than the latter, but under a finger
 function stacked(panels, height, width) {
-	const flat = ({ pad, x, y, equal }) => (equal ? pad[0] + pad[2] + (width - pad[1] - pad[3]) * abs((y.hi - y.lo) / (x.hi - x.lo)) : Infinity); // so high it gets at most
-	const order = panels.map((p, k) => k).sort((a, b) => panels[a].place[2] - panels[b].place[2] || panels[a].place[0] - panels[b].place[0]), places = [];
+	// so high it gets at most
+	const flat = ({ pad, x, y, equal }) => (equal ? pad[0] + pad[2] + (width - pad[1] - pad[3]) * abs((y.hi - y.lo) / (x.hi - x.lo)) : Infinity);
+	const above = ({ place: [x, , y] }, { place: [u, , v] }) => y - v || x - u, places = [];
+	const order = [...panels.keys()].sort((a, b) => above(panels[a], panels[b]));
 	let y = 0, line = 0, tall = 0;
 	for (const k of order) {
 		const [x0, x1, y0, y1] = panels[k].place, share = x1 - x0 > 0.26 ? 1 : 1 / 3;
@@ -216,15 +233,18 @@ function arrange(spec, width, ids, before) {
 			const [wide, high] = [p.x, p.y].map((a) => abs(a.hi - a.lo)), unit = min((p.right - p.left) / wide, (p.bottom - p.top) / high);
 			Object.assign(p, { right: p.left + unit * wide, bottom: p.top + unit * high });
 		}
-		const map = (a, b, c, d) => (v) => c + (v - a) / (b - a) * (d - c), { x, y } = p, back = map(p.left, p.right, x.lo, x.hi);
-		return Object.assign(p, { X: map(x.lo, x.hi, p.left, p.right), Y: map(y.lo, y.hi, p.bottom, p.top), backX: (v) => back(v) + p.off, backY: map(p.bottom, p.top, y.lo, y.hi) });
+		const map = (a, b, c, d) => (v) => c + (v - a) / (b - a) * (d - c), { x, y } = p;
+		const back = map(p.left, p.right, x.lo, x.hi), backX = (v) => back(v) + p.off, backY = map(p.bottom, p.top, y.lo, y.hi);
+		return Object.assign(p, { X: map(x.lo, x.hi, p.left, p.right), Y: map(y.lo, y.hi, p.bottom, p.top), backX, backY });
 	});
 }
 
 function axes(g, moved, names, p) {
-	const { left, right, top, bottom, title = "" } = p, height = (text) => (p.wide - left) / wideness(text); // it has room for
+	// room for letters so high
+	const { left, right, top, bottom, title = "" } = p, height = (text) => (p.wide - left) / wideness(text);
 	const two = height(title) < 10 ? title.replace(new RegExp(`^(.{${title.length >> 1},}?) `), "$1\n") : title;
-	words(g, left, two === title ? top - 10 : top - 5, two, { anchor: "start", valign: "bottom", size: clamp(height(two), 9, two === title ? p.title_size ?? 13 : 10), weight: 600 });
+	const size = clamp(height(two), 9, two === title ? p.title_size ?? 13 : 10);
+	words(g, left, two === title ? top - 10 : top - 5, two, { anchor: "start", valign: "bottom", size, weight: 600 });
 	if (p.bare) return;
 	for (const [axis, across] of [[p.x, true], [p.y, false]].filter(([a]) => !a.hidden)) {
 		let free = -Infinity; // names that would run together are left out; of categories the first word stays
@@ -247,7 +267,8 @@ function axes(g, moved, names, p) {
 // As the axis tells it: a tick has a name; what is cut at an end of an axis of powers lies there or beyond.
 const told = (v, a) => (!a.format ? "" : v < a.lo + 1e-6 ? "≤ " : v > a.hi - 1e-6 ? "≥ " : "") + (a.ticks.find(([t]) => t === v)?.[1] ?? said(v, a));
 
-// What lies at `x` (data) in a panel: [name, value] of every labelled mark; `told` where the value is not the place of an item.
+// What lies at `x` (data) in a panel: [name, value] of every labelled mark; `told` where the value is not the place of an
+// item.
 function readout(p, x, y, i) {
 	const found = [], inside = (a, b, v) => min(a, b) <= v && v < max(a, b);
 	for (const m of p.marks.filter(({ only }) => !only || within(i, only))) {
@@ -255,8 +276,9 @@ function readout(p, x, y, i) {
 			for (let k = 0; k < reached(m, i); k++) if (inside(at(m.x0, k), at(m.x1, k), x) && inside(at(m.y0, k), at(m.y1, k), y))
 				found.push([at(m.names ?? m.label, k), at(m.told ?? m.text, k)]);
 		} else if (m.type === "bars" && m.label) {
-			const row = shownRow(m, i), [own, axis] = m.axis === "y" ? [y, p.x] : [x, p.y], off = own - at(m.shift ?? 0, i), value = (v) => said(m.unit ? px(v * m.unit) : v, axis);
-			for (let k = 0; k < m.count; k++) if (abs(m.at[k] - off) <= (m.width ?? 0.8) / 2) found.push([m.label, m.told ? at(m.told, i) : value(m.values[row + k])]);
+			const row = shownRow(m, i), [own, axis] = m.axis === "y" ? [y, p.x] : [x, p.y], off = own - at(m.shift ?? 0, i);
+			const value = (v) => (m.told ? at(m.told, i) : said(m.unit ? px(v * m.unit) : v, axis));
+			for (let k = 0; k < m.count; k++) if (abs(m.at[k] - off) <= (m.width ?? 0.8) / 2) found.push([m.label, value(m.values[row + k])]);
 		} else if ((m.codes || (m.label && m.y && !m.y2)) && m.show !== "at") {
 			let best = -1, gap = Infinity;
 			for (let k = 0; k < (m.codes?.length ?? reached(m, i)); k++) {
@@ -270,25 +292,52 @@ function readout(p, x, y, i) {
 	return found;
 }
 
-const GONE = "The kernel of this picture has gone, so nothing here can be changed. Run its cell again to go on. What needs no kernel still works: Play, the steps, reading values.";
+const GONE = "The kernel of this picture has gone. Run its cell again to change it; Play, the steps and reading values still work.";
 const LATE = "The kernel has not answered for 5 seconds. It may be busy; if it was started again, run this cell once more.";
+
+const KEYS = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 };
+
+// What a page stores is the output before this one, and stands until this one does.
+function hideStored(el) {
+	const before = () => el.previousElementSibling?.querySelector(".mpk-still");
+	while (el && !before()) el = el.parentElement;
+	if (el) before().hidden = true;
+}
+
+// Figures, or a prediction: the first press is the reader's, each further one tells of another answer. It needs no kernel.
+function note({ figures, ask, answers, says }, root) {
+	new ResizeObserver(() => hideStored(root)).observe(root); // once it stands in the page
+	if (figures) return void (root.innerHTML = figures);
+	let first;
+	html(root, "p", {}, " " + ask).prepend(html(null, "b", {}, "Predict."));
+	const buttons = answers.map((text, now) => press(root, text, () => {
+		buttons[(first ??= now)].className = "mpk-chosen";
+		status.textContent = says[first][now];
+	}));
+	const status = html(root, "p", { role: "status" });
+}
 
 function render({ model, el }) {
 	const get = (name) => model.get(name), root = html(el, "div", { class: "mpk" }), ids = "mk" + Math.random().toString(36).slice(2);
+	if (get("note")) return note(get("note"), root);
 	const part = (kind, given, parent = root) => html(parent, "div", { class: "mpk-" + kind.replace(" ", " mpk-"), ...given });
 	const legend = part("legend", { "aria-hidden": "true" }), stage = part("stage");
-	const picture = svg(stage, "svg", { role: "img" }), over = svg(stage, "svg", { class: "mpk-over", role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" });
-	const cross = svg(over, "line", { class: "cross" }), grips = svg(over, "g"), layer = svg(over, "g");
+	const picture = svg(stage, "svg", { role: "img" }), reads = { role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" };
+	const over = svg(stage, "svg", { class: "mpk-over", ...reads }), cross = svg(over, "line", { class: "cross" }), grips = svg(over, "g"), layer = svg(over, "g");
 	const tip = part("tip", { hidden: "" }, stage), player = part("player"), bar = part("bar"), form = part("form", {}, bar);
 	const presses = part("form", {}, bar), progress = html(presses, "progress", { max: 1, "aria-label": "work done" });
-	const tries = part("form tries", { role: "group", "aria-label": "Try" });
-	const status = part("status", { role: "status" }), phrase = html(status, "span", { class: "mpk-said" }), word = html(status, "b"), more = html(root, "details");
-	const table = (html(more, "summary", {}, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
-	let scene, spec, turn = Promise.resolve(), panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, gone = false, late = 0, seen, telling;
+	const row = part("bar"), tries = part("form tries", { role: "group", "aria-label": "Try" }, row);
+	const status = part("status", { role: "status" }), phrase = html(status, "span", { class: "mpk-said" }), word = html(status, "b");
+	const more = html(root, "details"), opens = html(more, "summary", {}, "Show as table");
+	const table = html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table");
+	let scene, spec, panels = [], moving = [], local = null, seen, telling; // the picture
+	let index = get("index"), pos = index, frame = 0, timer = 0, drag = null, near, wished, typing; // what the reader does
+	// what the kernel is asked
+	let turn = Promise.resolve(), asked = 0, waiting = [], away = null, owed = null, rest = 0, late = 0, gone = false;
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
-	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
-	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if it
-	// has the same `id`: a parameter, a stroke; NaN, a press, equals nothing.
+	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set();
+	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if
+	// it has the same `id`: a parameter, a stroke; NaN, a press, equals nothing.
 	const ask = (what, id = Object.keys(what)[0]) => { settle(); queue({ what, id }); };
 	const mark = () => { root.ariaBusy = !!(away || waiting.length || rest || timer); }; // the picture may be older
 	function queue(question) {
@@ -328,7 +377,8 @@ function render({ model, el }) {
 	}
 
 	// ---- pictures of other values: wished for near a handle, so a drag asks nothing; not if closed
-	const ready = (name) => (sent.get(name) ?? []).filter((b) => (b.index ?? index) === index && Object.keys(b.params).every((n) => b.moves.includes(n) || b.params[n] === get("state").params[n]));
+	const holds = (b) => Object.keys(b.params).every((n) => b.moves.includes(n) || b.params[n] === get("state").params[n]);
+	const ready = (name) => (sent.get(name) ?? []).filter((b) => (b.index ?? index) === index && holds(b));
 	function want(name) {
 		const { params, busy } = get("state"), have = ready((near = name)).flatMap((b) => b.values), key = [name, JSON.stringify(params), index, have.length].join();
 		if (!name || gone || !root.isConnected || busy || key === wished || name === spec.index?.name) return;
@@ -341,7 +391,7 @@ function render({ model, el }) {
 		sent.set(given.name, [...ready(given.name), { ...given, base: scene, columns: await unpacked(given.data) }]);
 		if (given.name === near) want(near);
 	}
-	function choose(name, place, what, id = name, later = what) { // the kernel hears where it rests
+	function choose(name, place, what = { set: { [name]: place } }, id = name, later = what) { // the kernel hears where it rests
 		const alone = [owed, ...waiting, away].every((q) => !q || q.id === id); // else the pictures are of another
 		const key = +(+place).toPrecision(9), found = !gone && alone && (drag?.ready ?? ready(name)).find((b) => b.values.includes(key));
 		if (!found) return ask(later, id);
@@ -357,15 +407,18 @@ function render({ model, el }) {
 	}
 	on(root, "input", (e) => (typing = e.target)); // nobody overwrites what is typed
 	on(root, "change focusout", () => (typing = null), true);
-	on(root, "keydown", (e) => { if (typing && e.key === "Enter") { e.target.blur(); e.target.focus(); } }); // JupyterLab stops what ends typing
-	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? handles.get(at.name).m.name); });
+	// JupyterLab stops what ends typing
+	on(root, "keydown", (e) => { if (typing && e.key === "Enter") { e.target.blur(); e.target.focus(); } });
+	const comesNear = (at) => !drag && at && want(at.for ?? handles.get(at.name).m.name);
+	on(root, "pointerover focusin", (e) => comesNear(e.target.closest("[data-for], [data-name]")?.dataset));
 
 	// ---- the picture
 	function pick(m, k, d) { // what can be clicked is a button above the picture: it stays, and its focus
 		const name = `${m.name} ${k}`;
 		if (!picks.has(name)) {
 			const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.name, tabindex: picks.size ? -1 : 0 });
-			const fresh = () => scene.panels.flatMap((q) => q.marks).find((q) => q.sets && q.name === m.name); // after what was pressed before
+			// after what was pressed before
+			const fresh = () => scene.panels.flatMap((q) => q.marks).find((q) => q.sets && q.name === m.name);
 			const does = () => choose(m.name, k, { set: node.sets }, NaN, () => ({ set: fresh()?.sets[k] ?? {} }));
 			on(node, "click", does);
 			on(node, "keydown", (e) => {
@@ -384,9 +437,10 @@ function render({ model, el }) {
 		const width = max(finger() ? spec.least : min(spec.least, MOUSE), round(clamp(stage.clientWidth || spec.width, 280, 1.3 * spec.width)));
 		stage.classList.toggle("wide", width > (seen = stage.clientWidth) + 1);
 		picture.replaceChildren();
-		const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
-		svg(hatch, "path", { d: "M0 0V6", class: "hatching" });
-		svg(svg(defs, "marker", { id: ids + "t", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }), "path", { d: "M0 0L8 4L0 8z", class: "tip" });
+		const defs = svg(picture, "defs"), stripes = { width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" };
+		svg(svg(defs, "pattern", { id: ids + "h", ...stripes }), "path", { d: "M0 0V6", class: "hatching" });
+		const head = { viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" };
+		svg(svg(defs, "marker", { id: ids + "t", ...head }), "path", { d: "M0 0L8 4L0 8z", class: "tip" });
 		panels = arrange(spec, width, ids, drag?.panels);
 		const height = panels[0]?.height ?? spec.height;
 		for (const node of [picture, over]) set(node, { width, height, viewBox: `0 0 ${width} ${height}` });
@@ -394,7 +448,8 @@ function render({ model, el }) {
 		used.clear();
 		for (const [k, p] of panels.entries()) {
 			svg(svg(defs, "clipPath", { id: ids + k }), "rect", { x: p.left - 6, y: p.top - 6, width: p.right - p.left + 12, height: p.bottom - p.top + 12 });
-			const g = svg(picture, "g", p.bare ? {} : { "clip-path": `url(#${ids + k})` }), inner = svg(g, "g"), { follow, lo, hi } = p.x, names = follow ? svg(picture, "g") : picture;
+			const g = svg(picture, "g", p.bare ? {} : { "clip-path": `url(#${ids + k})` }), inner = svg(g, "g");
+			const { follow, lo, hi } = p.x, names = follow ? svg(picture, "g") : picture;
 			axes(picture, inner, names, p);
 			picture.append(g); // the grid lies below
 			if (follow) moving.push((i, pos) => {
@@ -425,7 +480,8 @@ function render({ model, el }) {
 		}
 		const shown = index + spec.index?.first;
 		if (spec.index) { slider.value = index; slider.ariaValueText = shown; if (typing !== typed) typed.value = shown; }
-		for (const [id, h] of handles) if (drag?.name !== id && !h.sent) place(h, h.m.name === spec.index?.name ? shown : h.m.axis === "xy" ? h.m.at : at(h.m.at, index));
+		const where = ({ m }) => (m.name === spec.index?.name ? shown : m.axis === "xy" ? m.at : at(m.at, index));
+		for (const [name, h] of handles) if (drag?.name !== name && !h.sent) place(h, where(h));
 		if (tip.dataset.x) hover(panels[tip.dataset.panel], +tip.dataset.x, +tip.dataset.y);
 	}
 	function drawLegend() {
@@ -503,26 +559,29 @@ function render({ model, el }) {
 		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
-		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? { x: x + 12, y: y + 4 } : { x: x - 12, y: y + 20 < p.bottom ? y + 15 : y - 6, "text-anchor": "end" }); // above its line are others
+		const left = { x: x - 12, y: y + 20 < p.bottom ? y + 15 : y - 6, "text-anchor": "end" }; // above its line are others
+		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? { x: x + 12, y: y + 4 } : left);
 		const read = both ? [...v].map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
 		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": both ? v[0] : v, "aria-valuetext": read });
 	}
 	function move(h, v) {
-		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + round((u - lo) / step) * step).toPrecision(9), lo, hi), to = many(v) ? v.map(snap) : snap(v);
+		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + round((u - lo) / step) * step).toPrecision(9), lo, hi);
+		const to = many(v) ? v.map(snap) : snap(v);
 		if (String(to) === String(h.value)) return;
 		place(h, to);
 		if (name === spec.index?.name) return go(to - spec.index.first);
 		pause();
 		h.sent = true; // stays where it is put until drawn there
-		const { m } = h, what = m.sets ? { set: m.sets[round((to - m.lo) / m.step)] } : m.turns ? { set: polar(m, to) } : m.gesture ? { set: { [name]: { [index]: to } } } : { set: { [name]: m.log2 ? 2 ** to : to } };
-		choose(name, to, what, m.gesture ? name + index : name);
+		const { m } = h, value = m.gesture ? { [index]: to } : m.log2 ? 2 ** to : to;
+		const sets = m.sets ? m.sets[round((to - m.lo) / m.step)] : m.turns ? polar(m, to) : { [name]: value };
+		choose(name, to, { set: sets }, m.gesture ? name + index : name);
 	}
 	function polar(m, [x, y]) { // a tip as its length and its angle in degrees, from 0 to 180
 		const size = min(+Math.hypot(x, y).toFixed(1), m.hi);
 		return { [m.name]: size, ...(size && { [m.turns]: round(Math.atan2(Math.abs(y), x) * 180 / Math.PI) }) };
 	}
 	function key(e, h) {
-		const { m, value: v } = h, by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[e.key], end = { Home: m.lo, End: m.hi }[e.key];
+		const { m, value: v } = h, by = KEYS[e.key], end = { Home: m.lo, End: m.hi }[e.key];
 		if (by == null && end == null) return;
 		e.preventDefault(); e.stopPropagation();
 		const to = (u) => end ?? u + by * m.step;
@@ -531,7 +590,8 @@ function render({ model, el }) {
 	const spot = (e) => { const box = over.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top]; };
 	const panelAt = (x, y) => panels.find((p) => x >= p.left - 8 && x <= p.right + 8 && y >= p.top - 8 && y <= p.bottom + 8);
 	function draws(e) { // the pen: every step since the last position gets the value under the pointer
-		const [x, y] = spot(e), { stroke, last } = drag, p = panels[drag.at], m = p.marks.find((q) => q.type === "pen"), to = clamp(round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
+		const [x, y] = spot(e), { stroke, last } = drag, p = panels[drag.at], m = p.marks.find((q) => q.type === "pen");
+		const to = clamp(round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
 		for (let i = min(last ?? to, to); i <= max(last ?? to, to); i++) stroke[i] = v;
 		drag.last = to;
 		for (const q of panels.flatMap((r) => r.marks)) if (q.type === "pen" && q.name === m.name) Object.assign(q.y, stroke);
@@ -540,12 +600,14 @@ function render({ model, el }) {
 	}
 	const pulled = ({ m, p }, x, y) => ((m.axis === "x" ? p.backX(x) - p.off : p.backY(y)) - at(m.base ?? 0, index)) / (m.slope ?? 1);
 	on(over, "pointerdown", (e) => {
-		const ring = root.getRootNode().elementsFromPoint(e.clientX, e.clientY).find((n) => n.matches(".handle circle")); // also under another's line
+		// also under another's line
+		const ring = root.getRootNode().elementsFromPoint(e.clientX, e.clientY).find((n) => n.matches(".handle circle"));
 		const [x, y] = spot(e), p = panelAt(x, y), name = (ring ?? e.target).closest?.("[data-name]")?.dataset.name, m = p?.marks.find((q) => q.type === "pen");
 		if (!name && !m) return;
 		pause();
 		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { at: panels.indexOf(p), m, stroke: {}, panels };
-		if (name && drag.m.axis !== "xy") drag.grab = drag.value - pulled(drag, x, y); // it moves by as much as the pointer does, also from beyond the edge
+		// it moves by as much as the pointer does, also from beyond the edge
+		if (name && drag.m.axis !== "xy") drag.grab = drag.value - pulled(drag, x, y);
 		if (name) handles.get(name).g.focus(); else draws(e);
 		unhover();
 		over.setPointerCapture(e.pointerId);
@@ -590,24 +652,27 @@ function render({ model, el }) {
 		for (const c of get("controls")) {
 			const line = html(form, "label", { "data-for": c.name });
 			html(line, "span", {}, raised(c.label));
-			const input = html(line, c.kind === "choice" ? "select" : "input", { type: c.kind, max: c.grid && c.grid.length - 1, "data-control": c.name, "aria-label": c.label });
+			const kind = c.kind === "choice" ? "select" : "input", most = c.grid && c.grid.length - 1;
+			const input = html(line, kind, { type: c.kind, max: most, "data-control": c.name, "aria-label": c.label });
 			for (const [text, value] of c.options ?? []) html(input, "option", { value }, raised(text));
-			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number`, style: `width:${c.wide}ch` });
+			const typed = c.kind === "range" && { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, style: `width:${c.wide}ch` };
+			const box = typed && html(line, "input", { ...typed, "data-box": c.name, "aria-label": `${c.label}, number` });
 			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "checkbox" ? input.checked : input.value);
-			on(input, c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); choose(c.name, value(), { set: { [c.name]: value() } }); });
-			if (box) on(box, "change", () => (box.value ? ask({ set: { [c.name]: +box.value } }, c.name) : (say(`${c.label} is a number.`), (box.value = get("state").values[c.name]))));
+			on(input, c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); choose(c.name, value()); });
+			if (box) on(box, "change", () => ask({ set: { [c.name]: box.value && +box.value } }, c.name));
 			if (box) on(box, "blur", () => away || waiting.length || rest || showState()); // a refused number goes
 		}
-		if (get("tries").length) html(tries, "span", {}, "Try:");
-		for (const text of get("tries")) press(tries, raised(text), () => ask({ press: text }, NaN));
+		const [first, ...others] = get("tries").map(pressing);
+		(first ? row : bar).prepend(presses); // no button is alone in its line: these stand first, the last two tries together
+		if (first) { tries.append("Try:", first); html(tries, "span").append(...others); }
 		showState();
 	}
+	const pressing = (text) => press(null, raised(text), () => ask({ press: text }, NaN));
 	function showState() {
 		const { values, idle, buttons, busy, progress: value } = get("state");
 		if (buttons.join("\n") !== presses.told) { // a button that stays keeps its node, and its focus
 			const there = [...presses.querySelectorAll("button")], held = there.find((b) => b === document.activeElement);
-			const fresh = (text) => press(null, raised(text), () => ask({ press: text }, NaN));
-			presses.replaceChildren(...buttons.map((text) => there.find((b) => b.textContent === raised(text)) ?? fresh(text)), progress);
+			presses.replaceChildren(...buttons.map((text) => there.find((b) => b.textContent === raised(text)) ?? pressing(text)), progress);
 			presses.told = buttons.join("\n");
 			if (held) (held.isConnected ? held : presses.firstChild).focus();
 		}
@@ -633,23 +698,20 @@ function render({ model, el }) {
 		}
 	}
 	function showMessage() { if (!gone) say(get("message")); if (get("message")) answered(); }
-	function hideStill() { // the stored picture is the output before this one, and stands until this one does
-		const before = (n) => n.previousElementSibling?.querySelector("figure.mpk-still");
-		let n = el;
-		while (n && !before(n)) n = n.parentElement;
-		if (n) before(n).hidden = true;
-	}
 	function answered() { if (!rest && !waiting.length) local = null; draw(); }
 	on(more, "toggle", () => ask({ table: more.open }));
-	const events = { "msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:ahead": arrived, "change:index": () => { if (!frame && get("index") !== index) show(get("index")); },
-		"change:spec": async () => { const given = get("spec"); scene = given.panels ? given : await unpacked(given); answered(); }, // without a kernel it is open
-		"change:controls": drawForm, "change:state": () => { showState(); want(near); }, "change:message": showMessage, "change:rows": showRows, "comm_live_update": lost };
+	const events = {
+		"msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:index": () => { if (!frame && get("index") !== index) show(get("index")); },
+		"change:spec": async () => { const given = get("spec"); scene = given.panels ? given : await unpacked(given); answered(); }, // open without a kernel
+		"change:state": () => { showState(); want(near); },
+		"change:controls": drawForm, "change:ahead": arrived, "change:message": showMessage, "change:rows": showRows, "comm_live_update": lost };
 	for (const [name, does] of Object.entries(events)) // in turn, as unpacking takes a moment
 		model.on(name, events[name] = (...given) => { turn = turn.then(() => does(...given)).catch(reportError); });
-	const size = new ResizeObserver(() => { if (panels.length) hideStill(); if (abs(stage.clientWidth - seen) > 2) draw(); });
+	const size = new ResizeObserver(() => { if (panels.length) hideStored(el); if (abs(stage.clientWidth - seen) > 2) draw(); });
 	for (const name of ["spec", "controls", "message"]) events["change:" + name]();
 	size.observe(stage);
-	return () => { size.disconnect(); cancelAnimationFrame(frame); clearTimeout(timer); for (const [name, handler] of Object.entries(events)) model.off(name, handler); };
+	const forget = () => Object.entries(events).forEach(([name, handler]) => model.off(name, handler));
+	return () => { size.disconnect(); cancelAnimationFrame(frame); clearTimeout(timer); forget(); };
 }
 
 export default { render };

@@ -188,7 +188,7 @@ class Panel:
     def span(self, axis: str, low: float, high: float, color: str, text: str = "", **look: object) -> None:
         """A region across the panel, named at its top (axis "x") or left (axis "y"); nothing where it is empty.
 
-        On axis "y" `anchor="end"` names it at the right.
+        On axis "y" `anchor="end"` names it at the right. Where the name has no room it stands upright, or is left out.
         """
         x, y = self.given["x"], self.given["y"]
         a, b = sorted((self.given[axis]["lo"], self.given[axis]["hi"]))
@@ -197,14 +197,14 @@ class Panel:
             return
         across = ([low], [y["lo"]], [high], [y["hi"]]) if axis == "x" else ([x["lo"]], [low], [x["hi"]], [high])
         self.boxes(*across, fill=color, quiet=True)
+        room: dict[str, Any] = {"room": [axis, low, high], "valign": "top"}
         if text and axis == "x":
-            upright = {"valign": "middle", "rotate": 90, "anchor": "end", "dy": 8}
-            narrow = (high - low) / (b - a) < 0.013 * len(text)
-            self.text(text, (low + high) / 2, y["hi"], **(upright if narrow else {"valign": "top", "dy": 4}) | look)
+            room["narrow"] = {"valign": "middle", "rotate": 90, "anchor": "end", "dy": 8}
+            self.text(text, (low + high) / 2, y["hi"], **room | {"dy": 4} | look)
         elif text:
             right = look.get("anchor") == "end"
-            at: dict[str, Any] = {"anchor": "start", "valign": "top", "dx": -6 if right else 6, "dy": 3}
-            self.text(text, x["hi" if right else "lo"], high, **at | look)
+            room |= {"anchor": "start", "dx": -6 if right else 6, "dy": 3}
+            self.text(text, x["hi" if right else "lo"], high, **room | look)
 
     def rule(self, axis: str, at: float | str, color: str = "muted", **look: object) -> None:
         """A line across the panel at one value of an axis, or at the step shown: `at="index"`."""

@@ -160,10 +160,23 @@ def _mark(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]
         _handle(axes, m, index, z + 8, p)  # as in the page, words lie above all shapes, and handles above all words
     elif kind == "text":
         for k, text in enumerate(m["text"]):
-            if m.get("show") != "at" or k == index:
+            stands = _standing(axes, m, text)
+            if stands and (m.get("show") != "at" or k == index):
                 x, y, ink = (item(m.get(name), k) for name in ("x", "y", "color"))
-                _words(axes, x, y, text, {**m, "color": ink}, z + 4)
+                _words(axes, x, y, text, {**stands, "color": ink}, z + 4)
     return None
+
+
+def _standing(axes: Axes, m: dict[str, Any], text: str) -> dict[str, Any] | None:
+    """As in the page a region's name lies in it, stands where that is too narrow, is left out where it has no room."""
+    if "room" not in m:
+        return m
+    (axis, low, high), lines = m["room"], text.split("\n")
+    extent, (a, b) = axes.get_window_extent(), getattr(axes, f"get_{axis}lim")()
+    room = abs((high - low) / (b - a)) * (extent.width if axis == "x" else extent.height)
+    if room >= (7.7 * max(map(len, lines)) if axis == "x" else 14.4 * len(lines)):
+        return m
+    return m | m["narrow"] if axis == "x" and room > 15 else None
 
 
 def _dash(name: str | None) -> str | tuple[int, tuple[float, ...]]:

@@ -166,9 +166,10 @@ class View:
         return self.sentence if self.sheet.stored is None else self.sheet.stored
 
     def _ipython_display_(self) -> None:
-        from mpkit.view.page import show  # widgets: not for numbers alone
+        from mpkit.view.page import Page, show  # widgets and pictures: not for numbers alone
+        from mpkit.view.still import static_bundle
 
-        show(self)
+        show(static_bundle(self.png(), repr(self)), Page(self))
 
     # ---- work in the background
     def start(self, work: Work) -> None:

@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 import pictures  # noqa: E402  (the folder of this file)
 
 import mpkit  # noqa: E402
-from mpkit.view.quiz import told  # noqa: E402
+from mpkit.view.quiz import predicted  # noqa: E402
 from mpkit.view.sheet import ROLES  # noqa: E402
 from mpkit.view.views import Maker, View  # noqa: E402
 from mpkit.view.words import raised, words  # noqa: E402
@@ -85,20 +85,11 @@ def data(value: object) -> str:
 
 
 def predict(topic: str, name: str) -> str:
-    """A prediction: a button for every answer, and what is said after each first and each present choice."""
-    asked = words(topic)["predict"][name]
-    letters = "abcdefgh"[: len(asked["choices"])]
-    says = {
-        a + b: told(asked, a, b).replace("Run the next cells: they", "The next results")
-        for a in letters
-        for b in letters
-    }
-    buttons = "".join(
-        f'<button type="button" data-letter="{letter}">({letter}) {html.escape(raised(text))}</button>'
-        for letter, (text, _) in zip(letters, asked["choices"])
-    )
-    prompt = f"<p><b>Predict.</b> {html.escape(raised(asked['ask']))}</p>"
-    return f'<div class="mpk-quiz" data-quiz="predict">{prompt}{buttons}<p role="status"></p>{data(says)}</div>'
+    """A prediction: its question, until the page makes the buttons of it."""
+    note = predicted(topic, name)
+    says = [[text.replace("Run the next cells: they", "The next results") for text in row] for row in note["says"]]
+    asked = f'<p class="mpk-still"><b>Predict.</b> {html.escape(note["ask"])}</p>'
+    return f'<div class="mpk-quiz" data-quiz="predict">{asked}{data(note | {"says": says})}</div>'
 
 
 def answer(topic: str, name: str, value: object = None) -> str:

@@ -52,13 +52,8 @@ function asked(form, known) {
 		form.querySelector("[role=status]").textContent = text.trim() ? verdict(text, known) : "Write an answer first.";
 	});
 }
-function predicted(box, told) {
-	let first;
-	for (const button of box.querySelectorAll("button")) button.addEventListener("click", () => {
-		first ??= button.dataset.letter;
-		box.querySelector(`[data-letter=${first}]`).classList.add("chosen");
-		box.querySelector("[role=status]").textContent = told[first + button.dataset.letter];
-	});
+function predicted(el, note) { // as in a notebook
+	render({ el, model: { get: (name) => (name === "note" ? note : []), set() {}, save_changes() {} } });
 }
 const UNJSON = { nan: NaN, inf: Infinity, "-inf": -Infinity };
 for (const box of document.querySelectorAll("[data-quiz]")) {

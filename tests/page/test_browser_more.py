@@ -27,6 +27,11 @@ TOLD = """async (code) => { let text = '';
   await future.done;
   return text.trim(); }"""
 
+# Pixels from a place to the line that the pen draws.
+OFF = """([x, y]) => { const line = document.querySelector('.mpk-stage [data-mark=pen]'), to = line.getScreenCTM();
+  const off = (k) => { const p = line.getPointAtLength(k).matrixTransform(to); return Math.hypot(p.x - x, p.y - y); };
+  return Math.min(...Array.from({ length: Math.ceil(line.getTotalLength()) }, (_, k) => off(k))); }"""
+
 
 def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
     """A drag over forty values, two strokes of the pen, a number and an end: ipywidgets would drop most of them."""
@@ -61,7 +66,11 @@ def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
             page.mouse.move(box["x"] + start, box["y"] + 60)
             page.mouse.down()
             page.mouse.move(box["x"] + start + 60, box["y"] + 90, steps=12)
+            opened.settled(2, quiet=0.3)  # drawn anew while the pen is down
+            page.mouse.move(box["x"] + start + 62, box["y"] + 91)
+            off = page.evaluate(OFF, [box["x"] + start + 62, box["y"] + 91])
             page.mouse.up()
+            assert off < 8, "the pen is where the mouse is"
         opened.settled(2, quiet=0.3)
         gaps = "drawn = sorted(played.params['drawn'])\nprint(sum(b - a > 1 for a, b in zip(drawn, drawn[1:])))"
         assert told(gaps) == "1"  # two strokes, each whole
@@ -86,7 +95,12 @@ def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
     assert opened.problems == []
 
 
-ONE = ["from mpkit.lessons.dynamic_scale import dynamics\nshown = dynamics(step=200)", "shown"]
+ONE = [
+    "from mpkit.view import quiz\nfrom mpkit.lessons.dynamic_scale import dynamics\nshown = dynamics(step=200)",
+    "shown",
+    "quiz.predict('start', 'overflow')",
+]
+ASKED = "Predict: In float16, a gradient entry of 2.0"
 SESSION = "window.jupyterapp.shell.currentWidget.sessionContext"
 
 
@@ -106,6 +120,9 @@ def test_a_view_whose_kernel_has_gone_says_so_and_still_plays(lab, context):
         handle.press("ArrowLeft")
         assert handle.get_attribute("aria-valuenow") == at, "a handle stays where the picture has it"
         assert "Run its cell again" in said.text_content()
+        page.locator(".mpk > button").first.click()
+        told = page.locator(".mpk > p[role=status]").text_content()
+        assert told.startswith("You predicted (a)."), "a prediction needs no kernel"
     finally:
         opened.close()
 
@@ -118,6 +135,7 @@ def test_a_saved_notebook_that_is_opened_again_keeps_its_picture(lab, context):
         still = opened.page.locator("figure.mpk-still")
         assert still.count() == 1
         assert not still.is_visible(), "the living view hides the stored one"
+        assert not opened.page.get_by_text(ASKED).is_visible()
         opened.page.evaluate(f"() => {SESSION.removesuffix('.sessionContext')}.context.save()")
     finally:
         opened.close()
@@ -125,9 +143,10 @@ def test_a_saved_notebook_that_is_opened_again_keeps_its_picture(lab, context):
     again = Page(lab, context, "kept.ipynb")
     try:
         again.page.locator("figure.mpk-still img").wait_for(timeout=PATIENCE)
-        again.settled(1, quiet=0.5)
+        again.page.wait_for_timeout(3000)  # JupyterLab looks for a widget for two seconds
         assert again.page.evaluate("() => document.querySelector('figure.mpk-still img').naturalWidth") > 300
-        assert not again.page.get_by_text("Error displaying widget").is_visible()
+        assert again.page.get_by_text(ASKED).is_visible()
+        assert not again.page.locator(":text('Error displaying widget'):visible").count()
     finally:
         again.close()
 
@@ -144,5 +163,6 @@ def test_a_page_made_by_nbconvert_shows_the_picture(lab, context):
         assert picture.is_visible()
         assert picture.bounding_box()["height"] > 200
         assert "Step 200" in page.locator("figure.mpk-still figcaption").text_content()
+        assert page.get_by_text(ASKED).is_visible()
     finally:
         page.close()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser import CHROMIUM, LOOK, QUIET
+from browser import CHROMIUM, LOOK, NARROW, QUIET
 from scenes import page
 from support import openings
 
@@ -60,7 +60,7 @@ def opened(every, chromium):
     browser.close()
 
 
-@pytest.mark.parametrize("width", [1280, 900, 390])
+@pytest.mark.parametrize("width", [1280, NARROW, 390])
 def test_words_lie_apart_and_every_ring_can_be_grabbed(every, opened, width):
     tab, problems = opened(every[1], "JupyterLab, light", width)
     assert (tab.evaluate(FAULTS), problems) == ([], [])
