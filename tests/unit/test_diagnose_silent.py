@@ -13,7 +13,7 @@ from test_diagnose import Op, Written, chain, linear, rows
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, to_float
-from mpkit.diagnose import Report, diagnose, preflight, watch_loop
+from mpkit.diagnose import diagnose, preflight, watch_loop
 from mpkit.diagnose.precision import Call, ModuleLoss, module_losses
 
 Y = torch.arange(64) % 3
@@ -228,14 +228,6 @@ def test_gradients_that_were_never_cleared_come_first() -> None:
     over = chain(lambda x: (x * 0 + 300) ** 2)
     over.first.weight.grad = torch.full_like(over.first.weight, math.inf)
     assert "forward_overflow in fault" in str(diagnose(over, rows(), F.cross_entropy))
-
-
-def test_a_scale_of_0_is_explained() -> None:
-    report: Report = diagnose(chain(nn.ReLU()), rows(), F.cross_entropy, scale=0)
-    assert (report.verdict, report.scale) == ("scale_zero", 0)
-    assert report.max_scale is not None
-    assert "init_scale" in report.advice[0]
-    assert "init_scale" not in str(diagnose(chain(lambda x: (x * 0 + 300) ** 2), rows(), F.cross_entropy, scale=0))
 
 
 def test_a_sharded_network_is_told_to_come_before_it_is_sharded() -> None:

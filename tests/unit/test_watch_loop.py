@@ -339,14 +339,16 @@ def watched(c: Case, loop: str, before: str = "", given: bool = True) -> LoopRep
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("given", [True, False], ids=["scaler given", "scaler found"])
+@pytest.mark.parametrize("fused", [False, True], ids=["scaler given", "scaler found, fused"])
 @pytest.mark.parametrize(("mistake", "before", "loop"), WRONG)
-def test_a_wrong_loop_is_named(mistake, before, loop, given):
-    report = watched(Case(), loop, before, given)
+def test_a_wrong_loop_is_named(mistake, before, loop, fused):
+    c = Case(torch.optim.Adam, fused=True) if fused else Case()
+    report = watched(c, loop, before, given=not fused)
     (found,) = report.findings
     assert found.mistake == mistake, str(report)
     assert found.advice == MISTAKES[found.mistake]
-    name, first = "optimizer 2 (SGD)" if "two" in before else "SGD", {"not_cleared": 2, "no_update": 2, "new_scaler": 4}
+    kind, first = type(c.optimizer).__name__, {"not_cleared": 2, "no_update": 2, "new_scaler": 4}
+    name = f"optimizer 2 ({kind})" if "two" in before else kind
     end = mistake in ("idle_optimizer", "schedule_counts_skips")
     where = f"{name}, step {report.steps if end else first.get(mistake, 1)}, line N of test_watch_loop.py"
     assert re.sub(r"line \d+", "line N", found.where) == where
@@ -440,20 +442,6 @@ def test_a_rest_of_micro_batches_is_right():
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_right_loops_with_other_kernels(before, loop, kind, options):
     assert watched(Case(optimizer=kind, **options), loop, before).findings == []
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize(
-    ("mistake", "before", "loop"),
-    [
-        row
-        for row in WRONG
-        if row[0] in ("not_cleared", "cleared_early", "bare_step", "clip_before_unscale", "schedule_counts_skips")
-    ],
-)
-def test_wrong_loops_with_a_fused_optimizer(mistake, before, loop):
-    report = watched(Case(optimizer=torch.optim.Adam, fused=True), loop, before)
-    assert [f.mistake for f in report.findings] == [mistake], str(report)
 
 
 @pytest.mark.filterwarnings("ignore")
