@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from oracles import FIXED_RATE, MEMBERS
 from stepping import bits, give_gradients, parameters, same, snapshot, stepped, train
+from support import assert_same
 from torch import Tensor, nn
 
 from mpkit import optimizers as opt
@@ -138,8 +140,11 @@ def test_a_loaded_state_of_16_bits_continues_bit_for_bit(name):
     torch.save(half.state_dict(), file)
     file.seek(0)
     resumed = MEMBERS[name](copied)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
+    saved = torch.load(file, weights_only=True)
+    resumed.load_state_dict(saved)
+    kept = copy.deepcopy(saved)
     train(resumed, copied, range(3, 5), 0.0)
+    assert_same(saved, kept)
     assert same(snapshot(whole, through), snapshot(resumed, copied))
     assert resumed.state_dict()["global_step"] == 5
 
