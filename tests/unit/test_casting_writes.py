@@ -43,6 +43,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "add_": lambda y: y.view(-1)[3:9].add_(1),
     "mul_ of a chunk": lambda y: y.chunk(2)[1].mul_(2),
     "out=": lambda y: torch.add(y[:2], 1, out=y[:2]),
+    "out= next to the last": lambda y: torch.neg(y[:2], out=y[2:]),
     "relu_": lambda y: F.relu(y.select(0, 3), inplace=True),
     "masked_fill_": lambda y: y[1:].masked_fill_(y[1:] > 2, -1),
     "index_add_": lambda y: y.index_add_(0, torch.tensor([0, 0]), y[2:4].clone()),

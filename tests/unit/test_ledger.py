@@ -33,6 +33,27 @@ def test_rows_come_in_order_with_paths_and_precisions() -> None:
     ]
 
 
+class Twice(nn.Module):
+    """One weight at work twice on one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) + self.layer(x))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(None, 4), (torch.bfloat16, 2), (FP16, 2), (E4M3FN, 1)], ids=str)
+def test_what_is_kept_for_the_backward_pass_counts_once_in_its_precision_and_no_weight(dtype: Any, size: int) -> None:
+    network = Twice() if dtype is None else auto_mixed_precision(Twice(), "O2", dtype)
+    with ledger(network) as book:
+        network(torch.ones(3, 4, requires_grad=True))
+    assert [row.saved for row in book.rows] == [12 * size, 0, 0, 12 * size]  # the input, and what tanh gives
+    assert book.measured_bytes == 24 * size
+    assert str(book).endswith(f"kept for the backward pass, bytes: {24 * size}")
+
+
 def test_operations_outside_the_network_are_not_its_own() -> None:
     network = nn.Linear(2, 2)
     with ledger(network) as book:
