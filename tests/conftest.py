@@ -184,6 +184,16 @@ def chromium():
 
 
 @pytest.fixture(scope="session")
+def headless(chromium):
+    """One Chromium without a profile per test process."""
+    from browser import CHROMIUM, QUIET
+
+    browser = chromium.launch(executable_path=CHROMIUM, args=QUIET)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="session")
 def context(lab, chromium, tmp_path_factory):
     """One headless Chromium with a fresh profile per test process."""
     from browser import CHROMIUM, QUIET

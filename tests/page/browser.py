@@ -335,9 +335,12 @@ class Page:
         """What the cell shows once the kernel is done and the cell has not changed for `quiet` seconds."""
         return self.page.evaluate(SETTLED, [cell, 1000 * quiet, PATIENCE, LOOKS])
 
-    def close(self) -> None:
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
         """Close the notebook and end its kernel; after a failure the whole tab is closed, so that nothing is left."""
-        if self.problems or self.outside or sys.exc_info()[0] is not None:
+        if self.problems or self.outside or failure is not None:
             self.page.close()
             self.lab.tab = None
         else:
@@ -385,8 +388,7 @@ def by_name(cell, name):
 
 def visit(lab: Lab, context: Any, notebook: str) -> None:
     """Open a notebook, run it, use every control, and assert that all of it works."""
-    page = Page(lab, context, notebook)
-    try:
+    with Page(lab, context, notebook) as page:
         page.run_all()
         cells = [c for c in page.cells() if c["type"] == "code" and not c["empty"]]
         expected = {c["index"] for c in cells if "raises-exception" in c["tags"]}
@@ -398,8 +400,6 @@ def visit(lab: Lab, context: Any, notebook: str) -> None:
             use(page, cell)
         assert page.problems == []
         assert page.outside == []
-    finally:
-        page.close()
 
 
 def use(page, cell):

@@ -86,8 +86,7 @@ def play(page: Page, wire: Wire, seconds: float = 3.0) -> dict[str, float]:
 def measured(lab: Lab, context: Any, wire: Wire, maker: Maker, controls: dict[str, str]) -> dict[str, float]:
     """A view in a notebook of its own: some of its controls, by CSS, and how it plays."""
     code = f"from {maker.__module__} import {maker.__name__} as view\nview()"
-    page = Page(lab, context, written(lab, "measured.ipynb", [code]).name)
-    try:
+    with Page(lab, context, written(lab, "measured.ipynb", [code]).name) as page:
         page.run_all()
         found: dict[str, float] = {}
         for name, css in controls.items():
@@ -96,8 +95,6 @@ def measured(lab: Lab, context: Any, wire: Wire, maker: Maker, controls: dict[st
             numbers = presses(page, wire, control)
             found |= {f"{name}_{unit}": number for unit, number in zip(("ms", "frames", "bytes"), numbers)}
         return {k: float(f"{v:.4g}") for k, v in (found | play(page, wire)).items()}
-    finally:
-        page.close()
 
 
 def main() -> None:
@@ -108,7 +105,8 @@ def main() -> None:
         given: dict[str, Any] = {"executable_path": CHROMIUM, "args": QUIET, "viewport": window}
         context = tool.chromium.launch_persistent_context(Path(folder) / "profile", **given)
         try:
-            Page(lab, context, "00_start_here.ipynb").close()  # the page of Jupyter is loaded before anything is timed
+            with Page(lab, context, "00_start_here.ipynb"):
+                pass  # the page of Jupyter is loaded before anything is timed
             assert lab.tab is not None
             wire = Wire(lab.tab.page)
             found = {

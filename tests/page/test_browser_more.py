@@ -36,8 +36,7 @@ OFF = """([x, y]) => { const line = document.querySelector('.mpk-stage [data-mar
 def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
     """A drag over forty values, two strokes of the pen, a number and an end: ipywidgets would drop most of them."""
     written(lab, "fast.ipynb", FAST)
-    opened = Page(lab, context, "fast.ipynb")
-    try:
+    with Page(lab, context, "fast.ipynb") as opened:
         opened.run_all()
         page, told = opened.page, lambda code: opened.page.evaluate(TOLD, code)
         for bit in (0, *range(6, 16)):
@@ -89,8 +88,6 @@ def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
         opened.settled(2)
         assert page.locator(".mpk-stage").last.bounding_box()["width"] >= NARROW  # what the tests of scenes take it for
         page.set_viewport_size(before)
-    finally:
-        opened.close()
     page.wait_for_timeout(300)  # pictures of other values were on their way: none asks a kernel that has gone for more
     assert opened.problems == []
 
@@ -106,8 +103,7 @@ SESSION = "window.jupyterapp.shell.currentWidget.sessionContext"
 
 def test_a_view_whose_kernel_has_gone_says_so_and_still_plays(lab, context):
     written(lab, "gone.ipynb", ONE)
-    opened = Page(lab, context, "gone.ipynb")
-    try:
+    with Page(lab, context, "gone.ipynb") as opened:
         opened.run_all()
         page = opened.page
         page.evaluate(f"() => {SESSION}.session.kernel.restart()")
@@ -123,32 +119,24 @@ def test_a_view_whose_kernel_has_gone_says_so_and_still_plays(lab, context):
         page.locator(".mpk > button").first.click()
         told = page.locator(".mpk > p[role=status]").text_content()
         assert told.startswith("You predicted (a)."), "a prediction needs no kernel"
-    finally:
-        opened.close()
 
 
 def test_a_saved_notebook_that_is_opened_again_keeps_its_picture(lab, context):
     path = written(lab, "kept.ipynb", ONE)
-    opened = Page(lab, context, "kept.ipynb")
-    try:
+    with Page(lab, context, "kept.ipynb") as opened:
         opened.run_all()
         still = opened.page.locator("figure.mpk-still")
         assert still.count() == 1
         assert not still.is_visible(), "the living view hides the stored one"
         assert not opened.page.get_by_text(ASKED).is_visible()
         opened.page.evaluate(f"() => {SESSION.removesuffix('.sessionContext')}.context.save()")
-    finally:
-        opened.close()
     assert "mpk-still" in path.read_text()
-    again = Page(lab, context, "kept.ipynb")
-    try:
+    with Page(lab, context, "kept.ipynb") as again:
         again.page.locator("figure.mpk-still img").wait_for(timeout=PATIENCE)
         again.page.wait_for_timeout(3000)  # JupyterLab looks for a widget for two seconds
         assert again.page.evaluate("() => document.querySelector('figure.mpk-still img').naturalWidth") > 300
         assert again.page.get_by_text(ASKED).is_visible()
         assert not again.page.locator(":text('Error displaying widget'):visible").count()
-    finally:
-        again.close()
 
 
 def test_a_page_made_by_nbconvert_shows_the_picture(lab, context):

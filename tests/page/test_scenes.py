@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser import CHROMIUM, LOOK, NARROW, QUIET
+from browser import LOOK, NARROW
 from scenes import page
 from support import openings
 
@@ -43,21 +43,22 @@ def every(tmp_path_factory):
 
 
 @pytest.fixture
-def opened(every, chromium):
+def opened(every, headless):
     """Opens pages in a theme, by a width."""
-    browser = chromium.launch(executable_path=CHROMIUM, args=QUIET)
+    held = headless.new_context()
 
     def open_(names, theme, width):
         file = every[0] / "all.html"
         file.write_text(page([every[1][name] for name in names], *THEMES[theme], names=names), encoding="utf-8")
-        tab, problems = browser.new_page(viewport={"width": width, "height": 900}), []
+        tab, problems = held.new_page(), []
+        tab.set_viewport_size({"width": width, "height": 900})
         tab.on("pageerror", lambda error: problems.append(str(error)))
         tab.goto(file.as_uri())
         tab.wait_for_function("window.done", timeout=300_000)
         return tab, problems
 
     yield open_
-    browser.close()
+    held.close()
 
 
 @pytest.mark.parametrize("width", [1280, NARROW, 390])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser import CHROMIUM, LOOK, QUIET
+from browser import LOOK
 from support import ROOT
 
 from mpkit.view.quiz import verdict
@@ -45,10 +45,8 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def offline(chromium):
-    browser = chromium.launch(executable_path=CHROMIUM, args=QUIET)
-    yield browser.new_context(viewport={"width": 1280, "height": 1000}, offline=True)
-    browser.close()
+def offline(headless):
+    return headless.new_context(viewport={"width": 1280, "height": 1000}, offline=True)
 
 
 @pytest.fixture
@@ -106,9 +104,8 @@ SMALL = """() => [...document.querySelectorAll(".pick, .handle, .mpk :is(button,
 
 
 @pytest.mark.parametrize("name", ["01_number_formats", "07_boost_levels"])
-def test_a_finger_finds_24_pixels_of_all_that_it_can_set(site, chromium, name):
-    browser = chromium.launch(executable_path=CHROMIUM, args=QUIET)
-    held = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True, offline=True)
+def test_a_finger_finds_24_pixels_of_all_that_it_can_set(site, headless, name):
+    held = headless.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True, offline=True)
     page = held.new_page()
     page.goto(f"{site.as_uri()}/{name}.html")
     views = alive(page)
@@ -118,7 +115,7 @@ def test_a_finger_finds_24_pixels_of_all_that_it_can_set(site, chromium, name):
     assert page.locator(".pick").count()
     assert page.evaluate(SMALL) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    browser.close()
+    held.close()
 
 
 def violations(page):
