@@ -70,11 +70,8 @@ def test_the_check_sees_absolute_relative_and_local_imports():
     assert upward_imports("from mpkit import formats\nimport torch", "mpkit.casting") == []
 
 
-def graph(*, for_types: bool = False) -> dict[str, set[str]]:
-    """Every module of mpkit -> the modules of mpkit that it imports, at its top or in a function.
-
-    `for_types` counts what stands under TYPE_CHECKING too.
-    """
+def graph() -> dict[str, set[str]]:
+    """Every module of mpkit -> the modules of mpkit that it imports: at its top, in a function, or for its types."""
     files = {}
     for path in sorted((ROOT / "mpkit").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -82,12 +79,7 @@ def graph(*, for_types: bool = False) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in files.items():
         package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
-        tree = ast.parse(path.read_text())
-        if not for_types:
-            tree.body = [
-                node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))
-            ]
-        names = [imported_name for _, imported_name in imported(tree, package)]
+        names = [imported_name for _, imported_name in imported(ast.parse(path.read_text()), package)]
         found[name] = {n if n in files else n.rpartition(".")[0] for n in names} & set(files) - {name}
     return found
 
@@ -106,10 +98,6 @@ def cycles(graph: dict[str, set[str]]) -> list[str]:
 def test_no_module_imports_itself_through_others():
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
     assert cycles(graph()) == []
-
-
-def test_no_module_imports_itself_for_its_types():
-    assert cycles(graph(for_types=True)) == []
 
 
 def lines_of(source: str) -> dict[int, str]:

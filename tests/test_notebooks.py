@@ -205,14 +205,6 @@ def test_every_link_of_a_lesson_leads_to_a_file(path):
         assert (path.parent / link).exists(), link
 
 
-def test_every_other_lesson_is_reached_from_one_of_the_course_or_from_the_index():
-    course = "".join(prose(nbformat.read(path, as_version=4)) for path in LESSONS if path.parent == FOLDER)
-    course += (FOLDER / "README.md").read_text()
-    more = [path.relative_to(FOLDER).as_posix() for path in LESSONS if path.parent != FOLDER]
-    assert more
-    assert [name for name in more if f"({name})" not in course] == []
-
-
 @pytest.mark.parametrize("path", LESSONS, ids=name)
 def test_what_a_reader_does_with_a_view_changes_no_later_cell(path):
     """In 21 a moved step ended the next cell in a KeyError; cells of 05, 06 and 07 told what the reader had set."""

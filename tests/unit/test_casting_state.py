@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import assert_same
 from test_casting import CASTING_LEVELS, tensors
 from test_casting_writes import Calls
 from torch import Tensor, nn
@@ -48,13 +49,6 @@ def trained(network: nn.Module, *args: Any) -> list[Tensor]:
     floats = [x.float() for x in tensors(out)]
     torch.stack([(x * torch.linspace(0.5, 1.5, x.numel()).view_as(x)).sum() for x in floats]).sum().backward()
     return [*(x.detach() for x in floats), *(p.grad.clone() for p in network.parameters() if p.grad is not None)]
-
-
-def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
-    assert len(got) == len(want)
-    for a, b in zip(got, want):
-        assert a.dtype is b.dtype
-        assert torch.equal(a, b)
 
 
 # --- kept casts -------------------------------------------------------------------------------------------------------

@@ -6,19 +6,22 @@ import math
 
 import pytest
 import torch
+from test_accumulation import accumulating
 from torch import nn
 
 from mpkit import optimizers as opt
-from mpkit.boost import AutoBoost, BoostTrainOneStepWithLossScaleCell, FreezeOpt
+from mpkit.boost import BoostTrainOneStepWithLossScaleCell, FreezeOpt
 from mpkit.scalers import DynamicLossScaleUpdateCell
 from mpkit.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 
-
-def one_weight(dtype=torch.float32, value=0.0):
-    return nn.Parameter(torch.full((1,), value, dtype=dtype))
-
-
 # --- torch.compile
+
+
+def counted():
+    """(graphs, backend): a backend of the compiler that runs each graph as it is and keeps it in a list."""
+    graphs = []
+    return graphs, lambda module, _: graphs.append(module) or module.forward
+
 
 writes_optimizers = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="the compiler of torch 2.11 cannot write an attribute of an optimizer"
@@ -34,14 +37,10 @@ writes_optimizers = pytest.mark.skipif(
 )
 def test_a_compiled_freezeopt_makes_graphs_for_its_groups_and_not_for_its_steps(strategy, most):
     torch.compiler.reset()
-    graphs = []
-
-    def backend(module, example_inputs):
-        graphs.append(module)
-        return module.forward
+    graphs, backend = counted()
 
     def made():
-        params = [one_weight(value=2.0) for _ in range(3)]
+        params = [nn.Parameter(torch.full((1,), 2.0)) for _ in range(3)]
         return params, FreezeOpt(opt.SGD(params, [0.1] * 30), [params[i:] for i in range(3)], strategy)
 
     (params, compiled), (twins, eager) = made(), made()
@@ -57,11 +56,6 @@ def test_a_compiled_freezeopt_makes_graphs_for_its_groups_and_not_for_its_steps(
     torch.compiler.reset()
 
 
-def accumulating() -> AutoBoost:
-    flags = {"mode": "manual", "less_bn": False, "grad_freeze": False, "grad_accumulation": True}
-    return AutoBoost("O1", {"boost": flags, "grad_accumulation": {"grad_accumulation_step": 2}})
-
-
 @writes_optimizers
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
@@ -75,18 +69,14 @@ def accumulating() -> AutoBoost:
             network, optimizer, DynamicLossScaleUpdateCell(1024.0, 2, 2), accumulation_steps=2, clip_norm=1.0
         ),
         lambda network, optimizer: BoostTrainOneStepWithLossScaleCell(
-            network, optimizer, DynamicLossScaleUpdateCell(1024.0, 2, 2), boost=accumulating()
+            network, optimizer, DynamicLossScaleUpdateCell(1024.0, 2, 2), boost=accumulating(2)
         ),
     ],
     ids=["plain", "accumulated", "boost's accumulation"],
 )
 def test_a_compiled_cell_makes_no_graph_for_its_later_steps(cell, optimizer):
     torch.compiler.reset()
-    graphs = []
-
-    def backend(module, example_inputs):
-        graphs.append(module)
-        return module.forward
+    graphs, backend = counted()
 
     def made():
         torch.manual_seed(0)

@@ -55,10 +55,13 @@ def test_the_pinned_versions_satisfy_the_bounds():
 
 
 @pytest.fixture
-def bootstrap():
+def bootstrap(monkeypatch, tmp_path):
+    """The module, whose environment would be in a folder that is not there."""
     spec = importlib.util.spec_from_file_location("bootstrap", ROOT / ".ci" / "bootstrap.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "VENV", str(tmp_path / "venv"))
+    monkeypatch.setattr(module, "BIN", str(tmp_path / "venv" / "bin"))
     return module
 
 
@@ -70,8 +73,6 @@ def test_an_old_python_is_told_which_one_is_needed(bootstrap, monkeypatch):
 
 
 def test_a_missing_venv_module_is_named(bootstrap, monkeypatch, tmp_path):
-    monkeypatch.setattr(bootstrap, "VENV", str(tmp_path / "venv"))
-    monkeypatch.setattr(bootstrap, "BIN", str(tmp_path / "venv" / "bin"))
     monkeypatch.setitem(sys.modules, "ensurepip", None)
     with pytest.raises(SystemExit, match="lacks the venv module; install it"):
         bootstrap.setup("lab")
@@ -105,8 +106,6 @@ def test_a_taken_port_is_named_or_passed_over(bootstrap):
 
 
 def test_what_cannot_be_set_up_is_refused_before_anything_is_made(bootstrap, monkeypatch, tmp_path):
-    monkeypatch.setattr(bootstrap, "VENV", str(tmp_path / "venv"))
-    monkeypatch.setattr(bootstrap, "BIN", str(tmp_path / "venv" / "bin"))
     monkeypatch.setattr(sys, "argv", ["bootstrap.py", "setup", "everything"])
     with pytest.raises(SystemExit, match="nothing called everything to set up; name lab or test"):
         bootstrap.main()

@@ -4,14 +4,14 @@ import pytest
 
 from mpkit.lessons import benefit
 
-S, H, LAYERS, HEADS, VOCABULARY = 1024, 768, 12, 12, 50304  # GPT-2 124M, as `TinyGPT.gpt2_124m`
+S, H, LAYERS, VOCABULARY = 1024, 768, 12, 50304  # GPT-2 124M, as `TinyGPT.gpt2_124m`
 PARAMETERS = VOCABULARY * H + S * H + LAYERS * (12 * H * H + 13 * H) + 2 * H
 
 
-def test_a_parameter_takes_16_bytes_with_adam_in_float32():
+@pytest.mark.parametrize("way", ["float32", "O2"])
+def test_a_parameter_takes_16_bytes_with_adam_in_float32(way):
     """ZeRO (Rajbhandari et al. 2020), section 3.1: weights, gradients and two moments, 4 bytes each."""
-    found = benefit.step_bytes("gpt2", "float32", 1)
-    *held, _, _ = found.values()
+    *held, _, _ = benefit.step_bytes("gpt2", way, 1).values()
     assert sum(held) == 16 * PARAMETERS
 
 
@@ -36,12 +36,6 @@ def test_what_gpt2_keeps_for_the_backward_pass(batch):
     assert 1 < found / least < 1.01
     wide = LAYERS * 16 * one * 4 + S * batch * VOCABULARY * 4 + 2 * one * 4
     assert 1 < benefit.step_bytes("gpt2", "float32", batch)["kept for the backward pass"] / wide < 1.01
-
-
-def test_mixed_precision_halves_activations_and_nothing_else():
-    plain, mixed = (benefit.step_bytes("gpt2", way, 8) for way in ("float32", "O2"))
-    assert [mixed[part] for part in list(plain)[:3]] == [plain[part] for part in list(plain)[:3]]
-    assert 0.55 < mixed["kept for the backward pass"] / plain["kept for the backward pass"] < 0.7
 
 
 def test_o1_of_a_convolutional_network_keeps_more_than_float32():

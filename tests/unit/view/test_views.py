@@ -12,7 +12,7 @@ from scenes import views
 from support import openings
 
 from mpkit.view.ahead import differences, moves, packed
-from mpkit.view.controls import Choice, Control, Flag, Range, Stroke, Text, control
+from mpkit.view.controls import Choice, Flag, Range, Stroke
 from mpkit.view.page import Page
 from mpkit.view.still import figure
 from mpkit.view.words import raised, topics, words
@@ -173,16 +173,3 @@ def test_a_question_of_the_page_is_answered_whatever_comes_of_it():
     assert page.message == ""
     assert view.params["step"] == 399
     page.close()
-
-
-def test_kinds_of_controls_stand_for_their_short_forms():
-    given = {
-        "run": {"a": "A"},
-        "window": (1, 9),
-        "own": None,
-        "negative": "label",
-        "kicks": None,
-        "drawn": Stroke(3, 0, 1),
-    }
-    defaults = {"run": "a", "window": 2, "own": "", "negative": False, "kicks": 0, "drawn": {}}
-    assert [type(control(given[n], v)) for n, v in defaults.items()] == [Choice, Range, Text, Flag, Control, Stroke]
