@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ast
 import copy
+import gzip
+import hashlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = [
@@ -38,6 +45,34 @@ def in_processes(worker: Callable[..., None], *args: Any, count: int = 2) -> Non
             raise TimeoutError(f"{worker.__name__} did not end in {count} processes")
 
 
+def in_group(function: Callable[[int], Any], folder: Path, count: int = 2) -> list[Any]:
+    """What `function(rank)` returns in each of `count` processes that are a group over gloo."""
+    in_processes(_in_group, function, str(folder), count, count=count)
+    return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(count)]
+
+
+def _in_group(rank: int, function: Callable[[int], Any], folder: str, count: int) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks talk inside this machine, whatever its name resolves to
+    store, patience = dist.FileStore(f"{folder}/store", count), timedelta(seconds=120)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=patience)
+    torch.save(function(rank), f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """What a condition gives as soon as it holds; an error of a file that is not there, or half written, is a no."""
+    end = time.monotonic() + 120  # s; nothing here is expected to take so long
+    while time.monotonic() < end:
+        with suppress(OSError, ValueError):
+            if value := condition():
+                return value
+        time.sleep(0.03)
+    raise AssertionError("it never happened")
+
+
 def openings() -> Iterator[tuple[str, Callable[[], Any]]]:
     """("lesson: the call", what makes it anew) of every view that a cell of a lesson shows."""
     for path in LESSONS:
@@ -51,6 +86,20 @@ def openings() -> Iterator[tuple[str, Callable[[], Any]]]:
             if hasattr(maker, "controls"):
                 given = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
                 yield f"{path.stem}: {ast.unparse(call)}", partial(maker, **given)
+
+
+def small_mnist(folder: Path) -> dict[str, Any]:
+    """MNIST of three images a file, written into a folder; the table of what `mpkit.data` expects of such files."""
+    from mpkit import data
+
+    table = {}
+    for name, (shape, _) in data._MNIST.items():
+        shape, magic = (3, *shape[1:]), 0x803 if "images" in name else 0x801
+        head = np.array([magic, *shape], ">u4").tobytes()
+        content = head + bytes(i % 10 for i in range(math.prod(shape)))
+        (folder / f"{name}-ubyte.gz").write_bytes(gzip.compress(content, mtime=0))
+        table[name] = shape, hashlib.sha256(content).hexdigest()
+    return table
 
 
 def golden_files(folder: str) -> list[Path]:
@@ -144,18 +193,6 @@ def answer(client: Any, code: str) -> str:
         ),
     )
     return " ".join(f.get("text") or f.get("ename") or f["data"]["text/plain"] for f in found).strip()
-
-
-def told(client: Any, code: str, expression: str) -> str:
-    """The repr of `expression` after a kernel has run `code`, or the name of what the code raises."""
-    asked = client.execute(code, user_expressions={"told": expression}, allow_stdin=False, stop_on_error=False)
-    while (reply := client.get_shell_msg(timeout=120))["parent_header"]["msg_id"] != asked:
-        pass
-    content = reply["content"]
-    if content["status"] == "error":
-        return content["ename"]
-    value = content["user_expressions"]["told"]
-    return value["data"]["text/plain"] if value["status"] == "ok" else value["ename"]
 
 
 def printed(client: Any, text: str) -> None:

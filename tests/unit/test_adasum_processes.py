@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import ROOT, in_processes
+from support import ROOT, in_group
 from torch import Tensor, nn
 
 from mpkit.boost.adasum import AdaSum, adasum
@@ -96,25 +95,15 @@ def mismatched(rank: int, world: int) -> list[str]:
     return []
 
 
-def rank_main(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks talk inside this machine, whatever its name resolves to
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
-    seen = {act.__name__: act(rank, world) for act in (merge, train, reduce_dimensions, mismatched)}
-    torch.save(seen, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+def everything(rank: int, world: int) -> dict[str, Any]:
+    return {act.__name__: act(rank, world) for act in (merge, train, reduce_dimensions, mismatched)}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]]]:
     """One launch of everything: (world, what each rank saw)."""
-    world, folder = request.param, tmp_path_factory.mktemp("world")
-    in_processes(rank_main, world, folder, count=world)
-    return world, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    world = request.param
+    return world, in_group(partial(everything, world=world), tmp_path_factory.mktemp("world"), world)
 
 
 @pytest.mark.slow

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from support import in_processes
+from support import in_group
 from torch import Tensor, nn
 
 from mpkit.boost import (
@@ -133,21 +130,13 @@ def group_scales(rank: int) -> list[Tensor]:
     return [*(p.detach() for p in net.parameters()), net.manager.scales]
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    seen = {scenario: rank_weights(rank, scenario) for scenario in SCENARIOS}
-    torch.save({**seen, "group scales": group_scales(rank)}, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+def everything(rank: int) -> dict[str, list[Tensor]]:
+    return {scenario: rank_weights(rank, scenario) for scenario in SCENARIOS} | {"group scales": group_scales(rank)}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    in_processes(run_rank, folder, count=WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return in_group(everything, tmp_path_factory.mktemp("ranks"), WORLD)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from support import in_processes
+from support import in_group
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,10 +25,8 @@ def batches() -> Tensor:
     return torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    results = {}
+def gradients(rank: int) -> dict[Any, list[Tensor]]:
+    results: dict[Any, list[Tensor]] = {}
     for level in LEVELS:
         for dtype in (torch.bfloat16, E5M2):
             net = auto_mixed_precision(network(), level, dtype)
@@ -40,14 +38,11 @@ def worker(rank: int, folder: str) -> None:
                 fully_shard(layer)
             sharded(batches()[rank]).float().square().sum().backward()
             results["sharded", level, str(dtype)] = [p.grad.full_tensor() for p in sharded.parameters()]
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 def test_gradients_are_the_mean_of_both_processes_at_every_level(tmp_path: Path, one_thread: None) -> None:
-    in_processes(worker, str(tmp_path))
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    first, second = in_group(gradients, tmp_path)
     for level in LEVELS:
         for dtype in (torch.bfloat16, E5M2):
             alone = []

@@ -177,7 +177,8 @@ def test_several_processes_give_the_same_numbers_and_times_that_cannot_be_compar
     assert several.frame[["y", "threads"]].equals(one.frame[["y", "threads"]])
 
 
-def test_a_cell_that_ends_its_process_is_a_failed_run_and_the_others_are_made():
+def test_a_cell_that_ends_its_process_is_a_failed_run_and_the_others_are_made(monkeypatch):
+    monkeypatch.setattr("mpkit.experiment.worker.DEATHS", 1)  # each costs a start of joblib's workers
     results = quiet(lambda seed, x: os._exit(1) if x == 2 else {"y": x}, {"x": [1, 2, 3]}, seeds=1, n_jobs=2)
     assert results.values("x=3", "y") == {0: 3.0}
     assert "killed" in results.failures["x=2", 0]

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from forked_kernels import FOLDER, alive, offered
-from support import ROOT, answer, printed
+from support import ROOT, answer, printed, until
 
 pytestmark = pytest.mark.skipif(not offered(), reason="processes cannot be forked here")
 
@@ -33,11 +32,7 @@ def test_it_can_be_interrupted_and_ends_with_its_asker(kernel):
     manager.interrupt_kernel()
     assert client.get_shell_msg(timeout=30)["content"]["ename"] == "KeyboardInterrupt"
     manager.provisioner.process.kill()
-    for _ in range(600):  # half a minute: the machine may be busy
-        if not alive(process):
-            return
-        time.sleep(0.05)
-    pytest.fail("the kernel outlived its asker")
+    until(lambda: not alive(process))
 
 
 def test_the_server_ends_with_the_test_run():
@@ -49,9 +44,4 @@ def test_the_server_ends_with_the_test_run():
     command = [sys.executable, "-c", code, str(ROOT / "tests")]
     path = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
     assert not os.path.exists(path)
-    for _ in range(600):
-        listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        if path not in listed:
-            return
-        time.sleep(0.05)
-    pytest.fail("the server outlived the test run")
+    until(lambda: path not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout)

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from copy import deepcopy
 from functools import cache
 
@@ -13,6 +12,7 @@ import grading
 import labs
 import nbformat
 import pytest
+from support import until
 
 from mpkit import handin
 
@@ -317,7 +317,4 @@ def test_a_killed_grader_leaves_no_kernel_behind():
         below = children(grader.pid)
         assert len(below) >= 2
         grader.kill()
-    end = time.monotonic() + 20
-    while time.monotonic() < end and any(os.path.exists(f"/proc/{pid}") for pid in below):
-        time.sleep(0.1)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in below)
+    until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in below))

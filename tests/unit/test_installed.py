@@ -3,7 +3,6 @@
 The new environment holds mpkit alone and sees the packages of the running one, so nothing is downloaded.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -12,14 +11,12 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import time
-import urllib.error
 import urllib.request
 import zipfile
 from pathlib import Path
 
 import pytest
-from support import LESSONS, ROOT
+from support import LESSONS, ROOT, until
 
 import mpkit
 
@@ -130,33 +127,22 @@ def test_a_lesson_gives_its_stored_numbers_where_mpkit_is_only_installed(install
 def test_mpkit_lab_serves_the_lessons(installed, tmp_path):
     scripts, _, environment = installed
     command = [scripts / "mpkit", "lab", "mine", "--no-browser", "--port=0", "--ServerApp.open_browser=False"]
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        server = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    server = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    try:
+        # named after the process: the server is the command itself, so signals reach it
+        told = Path(environment["JUPYTER_RUNTIME_DIR"]) / f"jpserver-{server.pid}.json"
+        where = until(lambda: json.loads(told.read_text()))
+        get = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        status = f"{where['url']}api/status?token={where['token']}"
+        until(lambda: get(status).close() is None)  # the file is there a moment before the server listens
+        with get(f"{where['url']}api/contents/00_start_here.ipynb?token={where['token']}&content=0") as answer:
+            assert json.load(answer)["writable"]
+        with get(f"{where['url']}lab/tree/00_start_here.ipynb?token={where['token']}") as answer:
+            assert b"jupyter-config-data" in answer.read()
+    finally:
+        server.terminate()
         try:
-            # named after the process: the server is the command itself, so signals reach it
-            told, where = Path(environment["JUPYTER_RUNTIME_DIR"]) / f"jpserver-{server.pid}.json", None
-            for _ in range(1200):
-                with contextlib.suppress(OSError, ValueError):  # not there, or half written
-                    where = json.loads(told.read_text())
-                if where or server.poll() is not None:
-                    break
-                time.sleep(0.1)
-            assert where, log.read_text()
-            get = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-            for _ in range(1200):  # the file is there a moment before the server listens
-                status = f"{where['url']}api/status?token={where['token']}"
-                with contextlib.suppress(urllib.error.URLError), get(status):
-                    break
-                time.sleep(0.1)
-            with get(f"{where['url']}api/contents/00_start_here.ipynb?token={where['token']}&content=0") as answer:
-                assert json.load(answer)["writable"]
-            with get(f"{where['url']}lab/tree/00_start_here.ipynb?token={where['token']}") as answer:
-                assert b"jupyter-config-data" in answer.read()
-        finally:
-            server.terminate()
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from support import in_processes
+from support import in_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,9 +19,7 @@ RECIPE = uniform("short", Cast(E4M3FN, "tensor", tensor_scale_preset("te_delayed
 LARGEST = ((1.0, 5.0), (2.0, 0.5), (0.25, 3.0))  # of the input, per step and process
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+def trained(rank: int) -> tuple[list[list[float]], list[torch.Tensor]]:
     torch.manual_seed(0)
     net = cast_like(nn.Sequential(nn.Linear(8, 4)), RECIPE)
     parallel = DistributedDataParallel(net)
@@ -34,14 +31,11 @@ def worker(rank: int, folder: str) -> None:
         optimizer.step()
         sites = net[0]._modules["recipe_scales"].sites["0"]
         scales.append([float(sites[name].scale) for name in ("input", "weight", "grad")])
-    torch.save((scales, [p.detach() for p in net.parameters()]), f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return scales, [p.detach() for p in net.parameters()]
 
 
 def test_all_processes_have_the_scale_of_the_largest_amax(tmp_path: Path) -> None:
-    in_processes(worker, str(tmp_path))
-    (scales, weights), (other_scales, other_weights) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    (scales, weights), (other_scales, other_weights) = in_group(trained, tmp_path)
     assert scales == other_scales
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights))
     assert [step[0] for step in scales] == [torch.tensor(448 / 5).item()] * 3
@@ -58,10 +52,7 @@ class Experts(nn.Module):
         return self.experts[chosen](x)
 
 
-def expert_worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    patience = timedelta(seconds=20)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=patience)
+def with_experts(rank: int) -> tuple[list[Any], list[Any]]:
     torch.manual_seed(0)
     net = cast_like(Experts(), RECIPE)
     parallel = DistributedDataParallel(net, find_unused_parameters=True)
@@ -77,9 +68,7 @@ def expert_worker(rank: int, folder: str) -> None:
         net.train()
     before = [scales_of(net, i) for i in range(2)]
     end_step(net)
-    torch.save((before, [scales_of(net, i) for i in range(2)]), f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return before, [scales_of(net, i) for i in range(2)]
 
 
 def scales_of(net: Experts, i: int) -> dict[str, list[float]]:
@@ -88,8 +77,7 @@ def scales_of(net: Experts, i: int) -> dict[str, list[float]]:
 
 
 def test_layers_that_one_process_alone_ran_have_the_same_scales_in_all(tmp_path: Path) -> None:
-    in_processes(expert_worker, str(tmp_path))
-    (before, after), other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    (before, after), other = in_group(with_experts, tmp_path)
     assert other == (before, after)
     # expert 0 saw inputs of 1 (process 0) and then of 2 (process 1), expert 1 the other way round
     assert [expert["input"] for expert in before] == [[0.0, 0.0, 1.0, 2.0], [0.0, 0.0, 2.0, 1.0]]
@@ -97,19 +85,15 @@ def test_layers_that_one_process_alone_ran_have_the_same_scales_in_all(tmp_path:
     assert all(expert["weight"][-1] != before[1 - i]["weight"][-1] for i, expert in enumerate(before))
 
 
-def unfinite_worker(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+def with_nan(rank: int) -> list[dict[str, Any]]:
     policy = tensor_scale_preset("te_delayed", amax_history_len=3)
     scalers = [TensorScaler(policy) for _ in range(2)]
     for scaler, sick in zip(scalers, range(2)):
         scaler.observe_(torch.tensor(torch.nan if rank == sick else 3.5))
     update_all_(scalers)
-    torch.save([scaler.state_dict() for scaler in scalers], f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return [scaler.state_dict() for scaler in scalers]
 
 
 def test_an_amax_that_is_no_number_in_one_process_is_none_in_all(tmp_path: Path) -> None:
-    in_processes(unfinite_worker, str(tmp_path))
-    for state in (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)):
+    for state in in_group(with_nan, tmp_path):
         assert all(one["history"].isnan().any() and float(one["scale"]) == 1.0 for one in state)
