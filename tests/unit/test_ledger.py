@@ -9,7 +9,8 @@ import torch
 from test_casting import made
 from torch import Tensor, nn
 
-from mpkit.casting import auto_mixed_precision, ledger
+from mpkit.casting import RECIPES, auto_mixed_precision, cast_like, ledger
+from mpkit.casting.products import recipe_linear
 from mpkit.formats import E4M3FN, FP16
 
 
@@ -99,6 +100,18 @@ def test_an_emulated_format_counts_its_own_bits() -> None:
     with ledger(network) as book:
         network(torch.ones(2, 4))
     assert [(row.output, row.bytes) for row in book.rows] == [(("e4m3fn",), 16), (("e4m3fn",), 16)]
+
+
+@pytest.mark.parametrize(("recipe", "element"), [("te_current", "e4m3fn"), ("mxfp8", "e4m3fn"), ("nvfp4", "e2m1")])
+def test_every_open_ledger_is_told_what_a_recipe_multiplies(recipe: str, element: str) -> None:
+    network = cast_like(nn.Sequential(nn.Linear(32, 32)), recipe)
+    with ledger(network) as one, ledger(network) as two, ledger(network) as three:
+        network(torch.ones(32, 32))
+    for book in (one, two, three):
+        assert [(row.operation, row.compute) for row in book.rows] == [("linear", element)]
+    for x, weight in ((torch.ones(2, 3), torch.ones(4, 2)), (torch.ones(2, 3), torch.ones(3))):
+        with pytest.raises(ValueError, match="must agree"):
+            recipe_linear(x, weight, RECIPES[recipe])
 
 
 def test_frames_have_one_line_per_row() -> None:
