@@ -111,7 +111,7 @@ def levels(see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False
     steps = np.array([first_steps(name) for name in rows])
     removed, norms = thinned()
     removed *= "less_bn" in this.active
-    see.grid(456, 900, rows=(296, 160))
+    see.grid(456, 900, rows=(296, 160), least=640)
     _field(see, 1 / step, compare)
     _steps(see, rows, steps)
 

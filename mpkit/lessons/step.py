@@ -112,7 +112,7 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
     Numbers: `walk` (a `Walk`).
     """
     walk = one_step(exponent, bad, late)
-    see.grid(420, 900)
+    see.grid(420, 900, least=560)
     see.play("phase", "phase", 8, every=900, first=1)
     y = log2("largest magnitude", LOW - 1, HIGH + 2, 8)
     y["ticks"] = [[LOW, "0"], *(t for t in y["ticks"] if -24 <= t[0] <= 32), [HIGH, "inf, NaN"]]
