@@ -405,7 +405,7 @@ RIGHT: list[tuple[str, str]] = [
     ("scheduled", "clear scaled step update schedule_step"),
     ("scheduled", "clear scaled step halve schedule_step"),
     ("once two", "clear_all scaled step update"),
-    ("", "clear by_hand/8 bare clear by_a_tensor divide/1024 bare clear by_a_seed divide/1024 bare"),
+    ("long", "clear by_hand/8 bare clear by_a_tensor divide/1024 bare clear by_a_seed divide/1024 bare"),
     ("", "clear scaled divide/1024 bare"),
     ("other_scaler/4096", "clear scaled divide/1023 step update"),
     ("", "scaled clear scaled step update clear"),
