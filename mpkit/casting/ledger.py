@@ -126,9 +126,7 @@ class Ledger:
         assert self._blocks is not None
         blocks, self._blocks, self._row = self._blocks, None, None
         blocks.__exit__(*error)
-        self._path.clear()
-        self._kept.clear()
-        self._copies.clear()
+        self._path, self._kept, self._copies = [], {}, {}
 
     def _leave(self, *_: object) -> None:
         del self._path[-1:]  # of an empty one nothing, where the ledger was opened inside this forward
@@ -157,15 +155,13 @@ class Ledger:
             out = run(args, kwargs)
         finally:
             self._row = None
-        results = float_tensors(out)
-        if not results or row.operation in _NO_ROW:
-            return out
-        row.output, row.shape = _names(results), tuple(results[0].shape)
-        row.compute = row.compute or row.output[0]
-        row.bytes = sum(-(-x.numel() * _bits(x) // 8) for x in results)
-        self.rows.append(row)
-        if self.keep:
-            self.results.append(values_of(results[0]).clone())
+        if (results := float_tensors(out)) and row.operation not in _NO_ROW:
+            row.output, row.shape = _names(results), tuple(results[0].shape)
+            row.compute = row.compute or row.output[0]
+            row.bytes = sum(-(-x.numel() * _bits(x) // 8) for x in results)
+            self.rows.append(row)
+            if self.keep:
+                self.results.append(values_of(results[0]).clone())
         return out
 
     def _part(self, row: Operation | None, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

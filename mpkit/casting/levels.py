@@ -94,8 +94,7 @@ def auto_mixed_precision(
     if before is not None and before.level:
         way_out = "call remove_mixed_precision(network) first to change levels quietly"
         warnings.warn(f"this network changes from level {before.level!r} to {amp_level!r}; {way_out}", stacklevel=2)
-    if amp_level not in LEVELS:
-        raise ValueError(f"amp_level is one of {', '.join(LEVELS)} (case matters), got {amp_level!r}")
+    check_choice("amp_level", amp_level, LEVELS)
     if not isinstance(network, nn.Module):
         return cast(Network, Decorated(None, listed("auto", low), network, level=amp_level))
     MINDSPORE[amp_level].put(network, low)

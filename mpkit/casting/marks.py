@@ -49,26 +49,26 @@ class Forward:
             # a level rules its own module alone; around it an autocast goes on as before, and where no rule is
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self(*args, **kwargs)
-        if not LOCAL.on:  # whoever is outside of every level knows dtypes alone
-            with running(None, None):
-                return map_tensors(left_format, self(*args, **kwargs))
         LOCAL.rule, LOCAL.products = None, 0  # a cast is no operation of the module
         try:
             if rule.protected and LOCAL.given:
                 args, kwargs = map_tensors(_as_it_came, args), map_tensors(_as_it_came, kwargs)
+            given = args, kwargs
             if rule.entry is not None:
-                given = args, kwargs
                 args = tuple([cast(x, rule.entry) for x in args])
                 kwargs = {name: cast(x, rule.entry) for name, x in kwargs.items()} if kwargs else kwargs
-                if outer[1] is None:
-                    LOCAL.given = [*zip(float_tensors((args, kwargs)), float_tensors(given))]
             module: Any = self.module
             # no bound method: compilers do not know how to make one
             forward, own = (self.inner, ()) if self.inner is not None else (type(module).forward, (module,))
-            LOCAL.rule, LOCAL.module = rule, module
-            out = forward(*own, *args, **kwargs)
-            LOCAL.rule = None
-            return out if self.result is None else cast(out, self.result)
+            if LOCAL.on:
+                LOCAL.rule, LOCAL.module = rule, module
+                out = forward(*own, *args, **kwargs)
+                LOCAL.rule = None
+                return out if self.result is None else cast(out, self.result)
+            with running(rule, module, zip(float_tensors((args, kwargs)), float_tensors(given))):
+                out = forward(*own, *args, **kwargs)
+            # whoever is outside of every level knows dtypes alone
+            return map_tensors(left_format, out if self.result is None else cast(out, self.result))
         except RuntimeError as error:
             told = way_out(error, self.module)
             if told is error:
@@ -137,9 +137,8 @@ def mark(module: nn.Module, rule: Rule, **options: Any) -> Forward:
 
 def remark(module: nn.Module, rule: Rule, **options: Any) -> Forward:
     """As `mark`; what a level put around the module (its result, the level recorded there) stays around it."""
-    old = mark_of(module)
-    around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level}
-    return mark(module, rule, **around, **options)
+    old = mark_of(module) or Forward(None, None)
+    return mark(module, rule, result=old.result, level=old.level, **options)
 
 
 def root_of(network: nn.Module) -> Forward:

@@ -6,7 +6,7 @@ stands there, that casts and calls; if none does, the operation is torch's own a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,13 +79,13 @@ def computes(target: Target) -> None:
 
 
 @contextmanager
-def running(rule: Rule | None, module: nn.Module | None) -> Iterator[None]:
+def running(rule: Rule | None, module: nn.Module | None, given: Iterable[tuple[Tensor, Tensor]] = ()) -> Iterator[None]:
     """A block whose operations compute by `rule`, as in a forward of `module`.
 
     Casts of parameters are its own: what is kept of them is forgotten after it, since they may change.
     """
     outer = LOCAL.rule, LOCAL.module, LOCAL.on, LOCAL.kept, LOCAL.given
-    LOCAL.rule, LOCAL.module, LOCAL.kept = rule, module, {}
+    LOCAL.rule, LOCAL.module, LOCAL.kept, LOCAL.given = rule, module, {}, [*given]
     try:
         with nullcontext() if LOCAL.on else CastMode():
             LOCAL.on = True

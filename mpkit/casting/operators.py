@@ -80,9 +80,7 @@ _FILLERS = {name for name, function in vars(torch.nn.init).items() if callable(f
 LEFT_ALONE = KINDS["conversions"] | KINDS["describes"] | _FILLERS
 MAY_VIEW = names_of(*KINDS["views"]) | {"__getitem__"}
 EXACT = MAY_VIEW | names_of(*KINDS["moves"])
-FILLS_WITH_NUMBERS = names_of(*KINDS["fills"])
-CONVOLUTIONS = KINDS["convolutions"]
-PRODUCT_WITH_BIAS = CONVOLUTIONS | {"linear"}  # signature (input, weight, bias=None, ...)
+PRODUCT_WITH_BIAS = KINDS["convolutions"] | {"linear"}  # signature (input, weight, bias=None, ...)
 MADE_OF_PRODUCTS = names_of(*KINDS["made_of_products"])
 OF_ONE_DTYPE = MADE_OF_PRODUCTS | names_of(*KINDS["of_one_dtype"])
 

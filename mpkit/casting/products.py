@@ -193,14 +193,14 @@ class _Products(NamedTuple):
             for book, where in self.books:
                 book.note_operand(where, product, name, operand)
             # decoded values: the casts are the recipe's on every device, whatever its tensor cores take
-            two_cast.append(tensor if operand is None else operand.values)
+            values = tensor if operand is None else operand.values
+            two_cast.append(values if axis == 1 else values.t())
         a, b = two_cast
         if a.dtype is not b.dtype:  # one operand in high precision
             a, b = a.float(), b.float()
-        a, b = (a if axes[0] == 1 else a.t()), (b.t() if axes[1] == 1 else b)
         # the operands are what the recipe says: an autocast around the network must not cast them again
         with nullcontext() if a.is_meta else torch.autocast(a.device.type, enabled=False):  # no autocast on meta
-            return (a @ b).to(dtype)
+            return (a @ b.t()).to(dtype)
 
 
 # --- put on a network, and taken off ----------------------------------------------------------------------------------

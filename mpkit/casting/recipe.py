@@ -233,10 +233,9 @@ class Recipe(Checked):
             if len(policies) > 1:
                 raise ValueError(f"one tensor has one delayed scale: give both casts of {tensor} the same policy")
 
-    def casts(self) -> Iterator[tuple[str, Cast | None]]:
+    def casts(self) -> list[tuple[str, Cast | None]]:
         """(product_tensor, cast) of the six."""
-        for field in fields(self)[1:]:
-            yield field.name, getattr(self, field.name)
+        return [(field.name, getattr(self, field.name)) for field in fields(self)[1:]]
 
     def delayed(self) -> dict[str, TensorScalePolicy]:
         """The policies that keep state, by tensor: input, weight, grad."""

@@ -130,7 +130,7 @@ def white_operators(low: Target, operators: frozenset[str], entry: Target | None
             (ops.KINDS["sum_with_product"], do.product_then_sum(low)),
             (ops.MADE_OF_PRODUCTS, do.computed(low, WIDE)),
         ]
-    return Rule(table(*parts, (ops.CONVOLUTIONS & white, do.product_then_bias(low, WIDE, WIDE))), None, entry)
+    return Rule(table(*parts, (ops.KINDS["convolutions"] & white, do.product_then_bias(low, WIDE, WIDE))), None, entry)
 
 
 # --- lists of operators: MindSpore's auto, torch's autocast on CUDA, apex O1 ------------------------------------------
@@ -146,7 +146,7 @@ def listed(name: str, low: Target, entry: Target | None = None) -> Rule:
     compute = do.computed_but_float64 if name == "torch" else do.computed
     products = ops.names_of(*lists["low"])
     handlers = table(
-        (() if isinstance(low, Emulated) else ops.FILLS_WITH_NUMBERS, do.filled),
+        (() if isinstance(low, Emulated) else ops.names_of(*ops.KINDS["fills"]), do.filled),
         (ops.COMPOSED_OF_LISTED, do.looks_inside),
         (products, compute(low)),
         # a recurrent kernel is many listed products
