@@ -56,6 +56,10 @@ def auto_mixed_precision(
     A parameter's cast is kept from its second use in a forward on, until the parameter is written into. A write through
     `.data` or NumPy, which torch does not count, is so not seen before the next forward; write under `torch.no_grad()`.
 
+    Compile the network, or a part of it after the level is put on (before, by `part.compile()`). At O1 a part that is
+    compiled with backend "eager", a help for debugging, is cast once more by the network around it: its biases are
+    added in float32.
+
     The backward of a `torch.autograd.Function` of your own runs without a level, as without an autocast: it finds what
     its forward saved, float32 weights too, beside 16-bit gradients. The way out is a module under `to_float`.
 
@@ -68,8 +72,8 @@ def auto_mixed_precision(
         grad_dtype: format of the gradients of an emulated format; None: the same format.
     Raises:  TypeError if `network` is no module (function at "auto"), or has a part that no level reaches (TorchScript,
              nn.DataParallel, a forward that yields or awaits); ValueError for another dtype or level. While it runs:
-             NotImplementedError for sparse and nested operands and for `torch.export` of an emulated format, and
-             torch's own error, with the way out, where torch has no kernel in 16 bits.
+             NotImplementedError for sparse and nested operands and for an emulated format under `torch.export` and
+             `torch.func`, and torch's own error, with the way out, where torch has no kernel in 16 bits.
     Warns:   when `network` already runs at a level: it changes to the new one; see also above.
     Source:  MindSpore 2.7 amp.auto_mixed_precision. There O1 returns a rewritten copy, O2 and O3 a wrapper; here
              nothing is wrapped, renamed or replaced. As there, O1 and auto respect `to_float`, O2 and O3 override it,

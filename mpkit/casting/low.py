@@ -214,9 +214,6 @@ def _leaves(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Emulated, fmt: FloatFormat) -> Low:
-        if torch.compiler.is_exporting():
-            way_out = "export at torch.float16, torch.bfloat16, or after remove_mixed_precision; torch.compile takes it"
-            raise NotImplementedError(f"torch.export has no graph of an emulated format such as {fmt.name}; {way_out}")
         ctx.target, ctx.dtype = target, x.dtype
         # float32 holds 16-bit values exactly, so they are rounded once
         return target.kind(round_to(x if x.dtype is torch.float32 else x.to(torch.float32), fmt))
@@ -254,8 +251,16 @@ def known(fmt: FloatFormat, grad_fmt: FloatFormat) -> Emulated:
     native = fmt.torch_dtype if fmt.bits == 16 and grad_fmt == fmt else None
     kind: Any = type(f"Low_{fmt.name}", (Low,), {"native": native, "__slots__": ()})
     target = kind.target = Emulated(fmt, grad_fmt, kind)
-    _TO[target] = torch.compiler.allow_in_graph(lambda x: _Narrow.apply(x, target, fmt))
+    _TO[target] = torch.compiler.allow_in_graph(lambda x: _narrowed(x, target))
     return target
+
+
+def _narrowed(x: Tensor, target: Emulated) -> Low:
+    # private: whether torch.func transforms what runs, as in `mode`
+    if torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
+        way_out = "take torch.float16 or torch.bfloat16, or remove_mixed_precision; torch.compile takes formats"
+        raise NotImplementedError(f"torch.export and torch.func have no format such as {target}; {way_out}")
+    return _Narrow.apply(x, target, target.fmt)
 
 
 def _restored(target: Emulated, values: Tensor) -> Low:

@@ -457,9 +457,11 @@ def test_forward_tells_its_arguments_as_without_a_level() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_of_an_emulated_format_is_refused_with_the_way_out(strict: bool) -> None:
+def test_export_and_transforms_of_an_emulated_format_are_refused_with_the_way_out(strict: bool) -> None:
     network = auto_mixed_precision(nn.Linear(2, 2), "O2", E5M2)
-    with pytest.raises(Exception, match=r"export at torch\.float16"):
+    with pytest.raises(Exception, match=r"take torch\.float16"):
         torch.export.export(network, (torch.ones(1, 2),), strict=strict)
+    with pytest.raises(NotImplementedError, match=r"take torch\.float16"):
+        torch.func.vmap(network)(torch.ones(1, 2))
     exported = torch.export.export(auto_mixed_precision(nn.Linear(2, 2), "O2"), (torch.ones(1, 2),), strict=strict)
     assert exported.module()(torch.ones(1, 2)).dtype is torch.float32
