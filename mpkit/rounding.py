@@ -75,28 +75,20 @@ def round_to(
         with torch._C.DisableTorchFunction():  # after a graph break a mode sees what its own handler does
             rounded = _exact(x, fmt, mode, overflow, generator)
         return rounded if out is None else out.copy_(rounded)
-    tell = TOLD.get()
-    given = x.clone() if tell is not None and out is not None else x  # which may be written over
+    kernel = _nearest_even(x.dtype, fmt, overflow) if mode == "nearest_even" else None
+    kernel = kernel or _long_way(fmt, mode, overflow, generator)
+    if (tell := TOLD.get()) is None:
+        return _in_memory(x, out, kernel)
+    given = x if out is None else x.clone()  # which may be written over
     # in a context of its own: an interrupt at any moment leaves nothing behind
-    rounded = copy_context().run(_in_memory, x, fmt, mode, overflow, generator, out)
-    if tell is not None:
-        tell(given, fmt, rounded)
+    rounded = copy_context().run(_watched, x, out, kernel, fmt)
+    tell(given, fmt, rounded)
     return rounded
 
 
-def _in_memory(
-    x: Tensor, fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None, out: Tensor | None
-) -> Tensor:
+def _watched(x: Tensor, out: Tensor | None, kernel: Kernel, fmt: FloatFormat) -> Tensor:
     ROUNDING.set((x, fmt))
-    if out is None:
-        out = torch.empty_like(x)
-    elif _is_elsewhere_in(x, out):
-        x = x.clone()  # a block written must not be one that is still to be read
-    if x.numel():
-        with torch.no_grad():
-            kernel = _nearest_even(x.dtype, fmt, overflow) if mode == "nearest_even" else None
-            _by_blocks(x, out.detach(), kernel or _long_way(fmt, mode, overflow, generator))
-    return out
+    return _in_memory(x, out, kernel)
 
 
 def _check(x: object, fmt: object) -> None:
@@ -144,37 +136,30 @@ def _is_elsewhere_in(x: Tensor, out: Tensor) -> bool:
 
 # blocks: whatever runs over a block several times finds it in the cache, and scratch space stays small
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(block of x, block of out, two scratch blocks) -> None, all of one shape and dtype; x and out are never the same."""
+Kernel = Callable[[Tensor, Tensor], object]
+"""(block of x, block of out) -> None, both of one shape and dtype; they may be the same."""
 
 
-def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
-    """Run a kernel over x and out block by block, both walked in the memory order of x."""
-    final = out
-    if not (x.is_contiguous() and out.is_contiguous()) or out.is_neg():
-        # in the order in which x lies in memory: else each block would be gathered from all of it
-        order = sorted(range(x.dim()), key=x.stride, reverse=True)
-        x, final = x.permute(order).contiguous(), out.permute(order)
-    target = final if final.is_contiguous() and not final.is_neg() else torch.empty_like(x)
-    whole, places = x.view(-1), target.view(-1)
-    size = min(BLOCK * torch.get_num_threads() if x.is_cpu else 2**24, whole.numel())
-    b, c = whole.new_empty(size), whole.new_empty(size)
-    # splitting what is one block costs as much as a small rounding
-    blocks = [(whole, places)] if size == whole.numel() else zip(whole.split(size), places.split(size))
-    for block, result in blocks:
-        count = block.numel()
-        # in place: a kernel reads x again after it has written to out
-        source = block.clone() if block.data_ptr() == result.data_ptr() else block
-        kernel(source, result, *((b, c) if count == size else (b[:count], c[:count])))
-    if target is not final:
-        final.copy_(target)
+def _in_memory(x: Tensor, out: Tensor | None, kernel: Kernel) -> Tensor:
+    """Run a kernel over x and out block by block, both walked in the memory order of x; -> out."""
+    if out is not None and _is_elsewhere_in(x, out):
+        x = x.clone()  # a block written must not be one that is still to be read
+    final = torch.empty_like(x) if out is None else out
+    places = final.detach()
+    size = BLOCK * torch.get_num_threads() if x.is_cpu else 2**24
+    if x.is_contiguous() and places.is_contiguous() and not places.is_neg():
+        blocks = [(x, places)] if x.numel() <= size else zip(x.view(-1).split(size), places.view(-1).split(size))
+        for block, result in blocks:
+            kernel(block, result)
+        return final
+    # in the order in which x lies in memory: else each block would be gathered from all of it
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    places.permute(order).copy_(_in_memory(x.permute(order).contiguous(), None, kernel))
+    return final
 
 
 def _long_way(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None) -> Kernel:
-    def kernel(x: Tensor, out: Tensor, _b: Tensor, _c: Tensor) -> None:
-        out.copy_(_exact(x, fmt, mode, overflow, generator))
-
-    return kernel
+    return lambda x, out: out.copy_(_exact(x, fmt, mode, overflow, generator))
 
 
 @cache
@@ -195,9 +180,8 @@ def _nearest_even(dtype: torch.dtype, fmt: FloatFormat, overflow: Overflow) -> K
 def _native_kernel(fmt: FloatFormat, native: torch.dtype, overflow: Overflow) -> Kernel:
     """torch's own cast there and back."""
 
-    def kernel(x: Tensor, out: Tensor, b: Tensor, _c: Tensor) -> None:
-        narrow = b.view(native)[: x.numel()]
-        out.copy_(narrow.copy_(x))
+    def kernel(x: Tensor, out: Tensor) -> None:
+        out.copy_(x.to(native))
         # the cast itself gives inf beyond the range
         if overflow == "saturate":
             out.clamp_(-fmt.max, fmt.max)
@@ -219,16 +203,13 @@ def _shift_kernel(fmt: FloatFormat, overflow: Overflow) -> Kernel:
     low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
     alpha, overflow_ = 1.5 * 2.0 ** (23 - fmt.fraction_bits), _overflow_rule(fmt, overflow, torch.float32)
 
-    def kernel(x: Tensor, out: Tensor, b: Tensor, _c: Tensor) -> None:
-        power = b.view(torch.int32)
-        torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=power)
+    def kernel(x: Tensor, out: Tensor) -> None:
         # below the smallest normal the ulp is that of the subnormals, above the largest that of the largest
-        power.clamp_(low, high)
-        torch.add(x, b, alpha=alpha, out=out)
-        out.sub_(b, alpha=alpha)
-        overflow_(out, b)
-        if fmt.has_minus_zero:
-            out.copysign_(x)  # what was rounded to zero from below came out as +0
+        power = x.view(torch.int32).bitwise_and(0x7F800000).clamp_(low, high).view(torch.float32)
+        rounded = torch.add(x, power, alpha=alpha).sub_(power, alpha=alpha)
+        overflow_(rounded, power)
+        # what was rounded to zero from below came out as +0
+        torch.copysign(rounded, x, out=out) if fmt.has_minus_zero else out.copy_(rounded)
 
     return kernel
 
@@ -242,16 +223,15 @@ def _integer_kernel(fmt: FloatFormat, overflow: Overflow) -> Kernel:
     mask = 2**dropped - 1
     finite, overflow_ = torch.finfo(torch.float32).max, _overflow_rule(fmt, overflow, torch.float32)
 
-    def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
-        bits, pattern = x.view(torch.int32), c.view(torch.int32)
+    def kernel(x: Tensor, out: Tensor) -> None:
+        bits = x.view(torch.int32)
         # half an ulp less one unit, plus the lowest bit that is kept: a tie carries only out of an odd pattern
-        torch.bitwise_right_shift(bits, dropped, out=pattern)
-        pattern.bitwise_and_(1).add_(mask >> 1).add_(bits).bitwise_and_(~mask)
-        torch.clamp(x, -finite, finite, out=b)
+        pattern = bits.bitwise_right_shift(dropped).bitwise_and_(1).add_(mask >> 1).add_(bits).bitwise_and_(~mask)
+        scratch = x.clamp(-finite, finite)
         # 0 * NaN: the patterns of NaNs have lost their meaning; everything else gains a zero of its own sign
-        torch.add(c, b, alpha=0, out=out)
+        torch.add(pattern.view(torch.float32), scratch, alpha=0, out=out)
         if overflow != "inf":
-            overflow_(out, b)
+            overflow_(out, scratch)
 
     return kernel
 
