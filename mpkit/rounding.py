@@ -68,7 +68,7 @@ def round_to(
         check_choice("mode", mode, MODES)
     if overflow is not None and overflow not in OVERFLOWS:
         check_choice("overflow", overflow, OVERFLOWS)
-    if out is not None and _likeness(out) != _likeness(x):
+    if out is not None and out is not x and _likeness(out) != _likeness(x):
         raise TypeError(f"out must be like x, {_likeness(x)}, got {_likeness(out)}; torch.empty_like(x) makes one")
     x, overflow = x.detach().resolve_neg(), overflow or fmt.overflow
     if torch.compiler.is_compiling():  # one fused kernel makes blocks and scratch space pointless
@@ -131,7 +131,7 @@ def _is_elsewhere_in(x: Tensor, out: Tensor) -> bool:
 
     From one place with other strides, one of them is not contiguous: then `_by_blocks` writes elsewhere first.
     """
-    return x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() and x.data_ptr() != out.data_ptr()
+    return x.data_ptr() != out.data_ptr() and x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
 
 
 # blocks: whatever runs over a block several times finds it in the cache, and scratch space stays small

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,7 @@ def target_of(dtype: object, grad_dtype: FloatFormat | None = None, also: tuple[
 
 # --- what an operator does to its arguments ---------------------------------------------------------------------------
 
+_JOINS = ("cat", "stack")
 _STATISTICS, _FILLS, _IN_STEPS = (LISTS["aten"][kind] for kind in ("statistics", "fills", "in_steps"))
 
 
@@ -83,13 +85,20 @@ def _facts(func: Any) -> SimpleNamespace:
     return SimpleNamespace(
         views=views,
         writes=writes,  # place and name of what it writes into
-        promotes=torch.Tag.pointwise in func.tags or name in ("cat", "stack"),
+        promotes=torch.Tag.pointwise in func.tags or name in _JOINS,
         # statistics after the first result, in float32 at every precision. A backward gives gradients there; those of a
         # batch norm are of its float32 parameters
         statistics=name.startswith(_STATISTICS) and ("batch_norm" in name or not name.endswith("_backward")),
         fills=name.startswith(_FILLS),
         steps=name.startswith(_IN_STEPS) and not views and not writes,  # its 16-bit kernel rounds between its steps
     )
+
+
+@cache
+def _promotes(name: str) -> bool:
+    """Whether a torch function of this name gives float32 where one of its operands is in it."""
+    operator = getattr(torch.ops.aten, name, None)
+    return operator is not None and any(_facts(getattr(operator, each)).promotes for each in operator.overloads())
 
 
 class Low(Tensor):
@@ -128,54 +137,46 @@ class Low(Tensor):
         name, kwargs = func.__name__, kwargs or {}
         if name in _LEAVES and _leaves(name, args, kwargs):
             args = (convert(args[0], torch.float32), *args[1:])
-        elif torch.is_grad_enabled():
-            flat = [y for x in (*args, *kwargs.values()) for y in (x if type(x) in (list, tuple) else (x,))]
-            others = [x for x in flat if isinstance(x, Tensor) and type(x) is not cls]
-            if any(x.is_floating_point() and x.dim() > 0 for x in others):  # a gradient may come in float32
-                first = int(name in IN_PLACE)  # what is written into is the tensor itself
-                taken, kwargs = map_tensors(_take, (args[first:], kwargs))
-                args = (*args[:first], *taken)
+        elif torch.is_grad_enabled() and _beside(cls, (*args, *kwargs.values())):  # a gradient may come in float32
+            first = int(name in IN_PLACE)  # what is written into is the tensor itself
+            taken, kwargs = map_tensors(left_format if _promotes(name) else _take, (args[first:], kwargs))
+            args = (*args[:first], *taken)
         # private; the public default of Tensor would make results that are plain into this class
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        does, fmt = _facts(func), cls.target.fmt
-        native = cls.native if does.steps else None
-        plain = False  # whether a plain float32 is among the operands, or a second format: both promote
-
-        def bare(value: Any) -> Any:
-            nonlocal plain
-            kind = type(value)
-            if kind is cls:
-                return value.values if native is None else value.values.to(native)
-            if kind in (list, tuple):
-                return [bare(x) for x in value]
-            if isinstance(value, Tensor):
-                plain = plain or (value.dtype is torch.float32 and value.dim() > 0)
-                value = value.values if isinstance(value, Low) else value
-            elif value is torch.float32:  # what autograd takes a format for
-                return native or value
-            return bounded(value, fmt.max) if does.fills else value
-
-        options = kwargs or {}
+        does, options = _facts(func), kwargs or {}
         if torch.is_inference_mode_enabled() and (parts := func.decompose(*args, **options)) is not NotImplemented:
             return parts  # in that mode what torch makes of operators comes here in one piece
-        inner, named = [bare(x) for x in args], {name: bare(x) for name, x in options.items()}
-        out = func(*inner, **named)
+        native = cls.native if does.steps else None
+
+        def bare(value: Any) -> Any:
+            if type(value) is cls:
+                return value.values if native is None else value.values.to(native)
+            if isinstance(value, list | tuple):
+                return [bare(x) for x in value]
+            if isinstance(value, Low):
+                return value.values
+            if native is not None and value is torch.float32:  # what autograd takes a format for
+                return native
+            return bounded(value, cls.target.fmt.max) if does.fills else value
+
+        inner = [x.values if native is None and type(x) is cls else bare(x) for x in args]
+        out = func(*inner, **{name: bare(x) for name, x in options.items()}) if options else func(*inner)
+        if does.promotes and _beside(cls, (*args, *options.values())):  # as float16 beside a float32 tensor
+            return out
         # private: whether this thread runs a backward pass, where results are gradients; nothing public says so. While
         # a rule is on, it computes a checkpointed forward again.
         backward = torch._C._current_graph_task_id() != -1 and LOCAL.rule is None
-        fmt = cls.target.grad_fmt if backward else fmt
+        fmt = cls.target.grad_fmt if backward else cls.target.fmt
         if does.writes:
             for i, name in does.writes:
                 if isinstance(x := args[i] if i < len(args) else options.get(name), Low):
                     round_to(x.values, fmt, out=x.values)
             # private: what a write gives is the very tensor, in its new shape; torch's own subclasses use it
             return return_and_correct_aliasing(func, args, options, cls(out) if isinstance(out, Tensor) else out)
-        if does.promotes and plain:  # as float16 beside a float32 tensor
-            return out
 
         def finished(i: int, x: Any) -> Any:
             if not isinstance(x, Tensor) or x.dtype is not (native or torch.float32):
@@ -184,9 +185,18 @@ class Low(Tensor):
                 return cls(x.to(torch.float32))
             return x if does.statistics and i else cls(x if does.views else round_to(x, fmt, out=x))
 
-        if isinstance(out, tuple | list):
-            return type(out)(finished(i, x) for i, x in enumerate(out))
-        return finished(0, out)
+        return type(out)(map(finished, count(), out)) if isinstance(out, tuple | list) else finished(0, out)
+
+
+def _beside(kind: type[Low], values: Any) -> bool:
+    """Whether a tensor that is no single number, in float32, wider or another format, stands beside those of `kind`."""
+    for x in values:
+        if isinstance(x, Tensor):
+            if type(x) is not kind and x.dtype in (torch.float32, torch.float64) and x.dim() > 0:
+                return True
+        elif isinstance(x, list | tuple) and _beside(kind, x):
+            return True
+    return False
 
 
 def bounded(x: Any, largest: float) -> Any:
@@ -220,8 +230,7 @@ class _Narrow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad = grads[0] if isinstance(grads[0], Low) else _Narrow.apply(grads[0], ctx.target, ctx.target.grad_fmt)
-        return _Widen.apply(grad).to(ctx.dtype), None, None
+        return _wide(_narrow(grads[0], ctx.target)).to(ctx.dtype), None, None
 
 
 class _Widen(torch.autograd.Function):
@@ -232,8 +241,7 @@ class _Widen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        grad = grads[0]
-        return grad if isinstance(grad, Low) else _Narrow.apply(grad, ctx.target, ctx.target.grad_fmt)
+        return _narrow(grads[0], ctx.target)
 
 
 class _Take(_Widen):
@@ -243,6 +251,19 @@ class _Take(_Widen):
     def forward(ctx: Any, x: Low) -> Low:
         ctx.target = x.target
         return type(x)(x.values)
+
+
+def _narrow(grad: Tensor, target: Emulated) -> Low:
+    """A gradient as it comes to a tensor in a format; an autograd function costs more than its work."""
+    if isinstance(grad, Low):
+        return grad
+    if torch.is_grad_enabled():
+        return _Narrow.apply(grad, target, target.grad_fmt)
+    return target.kind(round_to(grad.to(torch.float32), target.grad_fmt))
+
+
+def _wide(grad: Low) -> Tensor:
+    return _Widen.apply(grad) if torch.is_grad_enabled() else grad.values
 
 
 @cache
@@ -278,15 +299,15 @@ _TO: dict[Target, Callable[[Tensor], Tensor]] = {
 
 def convert(x: Tensor, target: Target) -> Tensor:
     """A float tensor of any shape in `target`, differentiable; `x` itself if it is in it already."""
-    if x.dtype is not target and (x.layout is not torch.strided or x.is_nested):
-        raise NotImplementedError(  # of a TypeError Python's operators would lose the words
-            f"levels cast dense tensors, got a {'nested' if x.is_nested else x.layout} one; keep the module that takes "
-            "it in float32 by to_float(module, torch.float32), or give x.to_dense()"
-        )
     if isinstance(x, Low):
         if isinstance(target, Emulated) and type(x) is target.kind:  # compilers tell formats by their class
             return x
         x = _widened(x)
+    elif x.dtype is not target and (x.layout is not torch.strided or x.is_nested):
+        raise NotImplementedError(  # of a TypeError Python's operators would lose the words
+            f"levels cast dense tensors, got a {'nested' if x.is_nested else x.layout} one; keep the module that takes "
+            "it in float32 by to_float(module, torch.float32), or give x.to_dense()"
+        )
     return _TO[target](x)
 
 

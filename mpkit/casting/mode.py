@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from mpkit.casting.local import LOCAL
-from mpkit.casting.low import Target, convert, map_tensors
+from mpkit.casting.low import Low, Target, convert, map_tensors
 from mpkit.casting.operators import COMPOSED, Function
 
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -112,7 +112,7 @@ def cast(x: Any, target: Target) -> Any:
         return x
     elif not isinstance(x, Tensor):
         return map_tensors(lambda part: cast(part, target), x)
-    elif not x.is_floating_point():
+    elif not isinstance(x, Low) and not x.is_floating_point():
         return x
     return _told(x, target) if LOCAL.books else convert(x, target)
 
