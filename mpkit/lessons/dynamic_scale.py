@@ -126,7 +126,7 @@ def dynamics(
     if drawn or puts:
         see.buttons["Undo drawing"] = {"drawn": {}, "puts": {}}
 
-    low, high = fitted(ceiling, scale, room=3)
+    low, high = fitted(ceiling, scale, scale / 8, room=3)  # the floor has its name below the ball
     see.grid(400, rows=(3, 1), cols=(2.7, 1))
     see.play("step", "step", count, every=100)
     used, top = exponents(scale, low, high), exponents(ceiling, low, high)
@@ -135,7 +135,7 @@ def dynamics(
     main = _main(see, used, top, low, high, ring, finite, {"decision": reasons, "largest gradient": layers})
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     note = f"window {window}{': further left' * (window > 60)}"
-    grip: dict[str, Any] = {"slope": -1, "cross": low + 0.12 * (high - low), "stem": True, "note": note}
+    grip: dict[str, Any] = {"slope": -1, "cross": low + 0.2 * (high - low), "stem": True, "note": note}
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
     grip = {"base": used, "log2": True, "stem": True, "cross": 4, "step": 0.25, "note": f"× {factor:.4g}"}
     main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", **grip)
