@@ -69,7 +69,7 @@ def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
             page.mouse.move(box["x"] + start + 62, box["y"] + 91)
             off = page.evaluate(OFF, [box["x"] + start + 62, box["y"] + 91])
             page.mouse.up()
-            assert off < 8, "the pen is where the mouse is"
+            assert off < 4, "the pen is where the mouse is"
         opened.settled(2, quiet=0.3)
         gaps = "drawn = sorted(played.params['drawn'])\nprint(sum(b - a > 1 for a, b in zip(drawn, drawn[1:])))"
         assert told(gaps) == "1"  # two strokes, each whole
