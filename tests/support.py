@@ -15,7 +15,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
@@ -60,6 +60,16 @@ def _in_group(rank: int, function: Callable[[int], Any], folder: str, count: int
     torch.save(function(rank), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def without_a_wait() -> Iterator[None]:
+    """A block in which the CPU may not wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def until(condition: Callable[[], Any]) -> Any:

@@ -25,35 +25,23 @@ from mpkit.scalers import PolicyLossScaler
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 
 
-def recorded(make, loss, steps=60, policy=None):
-    network = auto_mixed_precision(make(), "O2")
-    scaler = PolicyLossScaler(policy or ScalePolicy(init_scale=2.0**16, growth_interval=2000))
-    recorder = Recorder(network, scaler=scaler)
-    step = TrainOneStepWithLossScaleCell(
-        WithLossCell(network, loss),
-        torch.optim.SGD(network.parameters(), 0.01),
-        scaler,
-        hooks=[recorder],
-        clip_norm=1.0,
-    )
-    for _ in range(steps):
-        step(*rows())
-    return recorder.trace()
-
-
 class Outlier(nn.Module):
-    def __init__(self, every: int) -> None:
-        super().__init__()
-        self.every, self.calls = every, 0
+    calls = 0
 
     def forward(self, out: Tensor, target: Tensor) -> Tensor:
         self.calls += 1
-        return F.cross_entropy(out, target) * 2.0**-10 * (2.0**30 if self.calls % self.every == 0 else 1)
+        return F.cross_entropy(out, target) * 2.0**-10 * (2.0**30 if self.calls % 6 == 0 else 1)
 
 
 def test_recommend_ends_a_planted_collapse_of_the_policy():
     def run(policy):
-        return recorded(lambda: chain(nn.ReLU()), Outlier(6), steps=240, policy=policy)
+        network, scaler = auto_mixed_precision(chain(nn.ReLU()), "O2"), PolicyLossScaler(policy)
+        recorder, whole = Recorder(network, scaler=scaler), WithLossCell(network, Outlier())
+        sgd = torch.optim.SGD(network.parameters(), 0.01)
+        step = TrainOneStepWithLossScaleCell(whole, sgd, scaler, hooks=[recorder], clip_norm=1.0)
+        for _ in range(240):
+            step(*rows())
+        return recorder.trace()
 
     sunk = run(ScalePolicy(init_scale=2.0**16, growth_interval=2000))
     assert sunk.scale[-1] < 2.0**0

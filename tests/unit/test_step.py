@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import assert_same
+from support import assert_same, without_a_wait
 from torch import nn
 
 from mpkit import optimizers
@@ -139,23 +139,16 @@ def test_no_host_read_with_accumulation_and_with_several_optimizers():
 def test_hooks_see_in_each_phase_what_is_known_by_then():
     seen = {}
 
-    class Notes(Hook):
-        pass
-
     def note(phase, ctx):
         grads = [p.grad.abs().max().item() for p in ctx.network.parameters() if p.grad is not None]
         seen[phase] = max(grads, default=None), ctx.loss is not None, ctx.overflow is not None, ctx.outcome
 
-    for phase in (
-        "before_forward",
-        "before_backward",
-        "after_backward",
-        "after_unscale",
-        "before_update",
-        "after_update",
-    ):
-        setattr(Notes, phase, lambda self, ctx, phase=phase: note(phase, ctx))
-    out = cell_for(sense="tensor", hooks=[Notes()])(*batches(1)[0])
+    phases = (
+        *("before_forward", "before_backward", "after_backward"),
+        *("after_unscale", "before_update", "after_update"),
+    )
+    notes = type("Notes", (Hook,), {phase: lambda self, ctx, phase=phase: note(phase, ctx) for phase in phases})
+    out = cell_for(sense="tensor", hooks=[notes()])(*batches(1)[0])
     true = seen["after_unscale"][0]
     assert list(seen.values()) == [
         (None, False, False, None),
@@ -169,17 +162,13 @@ def test_hooks_see_in_each_phase_what_is_known_by_then():
 
 def test_an_error_in_the_optimizer_leaves_the_scale_as_it_was():
     cell = cell_for(sense="dynamic cell")
-    data = batches(3)
+    data, broken = batches(3), Hook()
     cell(*data[0])
     cell(*data[1])  # the next step would grow the scale
     before = weights(cell)
-
-    class Broken(Hook):
-        def before_update(self, ctx):
-            raise OSError("disk full")
-
-    cell.hooks.append(Broken())
-    with pytest.raises(OSError, match="disk full"):
+    broken.before_update = lambda ctx: 1 / 0
+    cell.hooks.append(broken)
+    with pytest.raises(ZeroDivisionError):
         cell(*data[2])
     assert cell.scale_sense.item() == 1024.0
     assert same(before, weights(cell))
@@ -211,10 +200,9 @@ def two_parts():
 def test_two_optimizers_that_skip_each_for_itself_are_those_of_grad_scaler(fused):
     ours, theirs = two_parts(), two_parts()
     optimizers_ = [[torch.optim.SGD(m.parameters(), 0.1, fused=fused) for m in pair] for pair in (ours, theirs)]
-    step = ScaledStep(
-        optimizers_[0], PolicyLossScaler(preset("torch", init_scale=64.0, growth_interval=2)), skip="each"
-    )
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    given = {"init_scale": 64.0, "growth_interval": 2}
+    step = ScaledStep(optimizers_[0], PolicyLossScaler(preset("torch", **given)), skip="each")
+    scaler = torch.amp.GradScaler("cpu", **given)
     for index, (x, y) in enumerate(batches(8)):
         inputs = [x.clone(), x.clone()]
         if index in (2, 5):
@@ -322,12 +310,9 @@ def test_no_step_synchronises_on_a_gpu(on_gpu, optimizer, sense):
     data = [(x.cuda(), y.cuda()) for x, y in batches(6, bad=(0, 3))]
     cell(*data[1])  # the first call may synchronise: libraries start, states are made
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_a_wait():
         for x, y in data:
             cell(x, y)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(w.isfinite().all() for w in weights(cell))
 
 
@@ -367,11 +352,8 @@ def test_a_captured_step_equals_the_eager_one_bit_for_bit(on_gpu):
 
 
 def test_a_hook_and_an_earlier_outcome_keep_the_scale_that_a_step_used():
-    class Used(Hook):
-        def after_update(self, ctx):
-            self.scale = ctx.scale
-
-    used = Used()
+    used = Hook()
+    used.after_update = lambda ctx: setattr(used, "scale", ctx.scale)
     cell = cell_for(hooks=[used])
     before = cell.scale_sense.clone()
     assert cell(*batches(1, bad=(0,))[0]).scale < before  # an overflow moves the live scale
