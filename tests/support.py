@@ -72,6 +72,29 @@ def without_a_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+class Op(torch.nn.Module):
+    """A function as a module, so that it has a path."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
+class Written(Op):
+    """Named parts, and a forward pass given as a function of the module and the inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__(forward)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
+
+
 def until(condition: Callable[[], Any]) -> Any:
     """What a condition gives as soon as it holds; an error of a file that is not there, or half written, is a no."""
     end = time.monotonic() + 120  # s; nothing here is expected to take so long

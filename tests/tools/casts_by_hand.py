@@ -60,12 +60,7 @@ class _AttentionO1(_AttentionAuto):
 
 
 _CAST: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
-    "O1": {
-        nn.Linear: _LinearO1,
-        nn.Conv2d: _ConvolutionO1,
-        nn.ReLU: _ReluO1,
-        CausalSelfAttention: _AttentionO1,
-    },
+    "O1": {nn.Linear: _LinearO1, nn.Conv2d: _ConvolutionO1, nn.ReLU: _ReluO1, CausalSelfAttention: _AttentionO1},
     "auto": {
         nn.Linear: _LinearAuto,
         nn.Conv2d: _ConvolutionAuto,

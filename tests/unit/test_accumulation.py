@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import Written
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -53,7 +54,7 @@ def test_other_gradients_and_an_update_that_raises_leave_nothing_behind() -> Non
 
 
 def by_cell(weight: nn.Parameter, make: Any, parts: int) -> None:
-    cell = TrainOneStepWithLossScaleCell(Ones(weight), make([weight]), torch.tensor(1024.0), accumulation_steps=parts)
+    cell = TrainOneStepWithLossScaleCell(ones(weight), make([weight]), torch.tensor(1024.0), accumulation_steps=parts)
     for _ in range(parts):
         cell()
 
@@ -66,37 +67,27 @@ def by_hand(weight: nn.Parameter, make: Any, parts: int) -> None:
 
 
 def by_boost(weight: nn.Parameter, make: Any, parts: int) -> None:
-    cell = BoostTrainOneStepCell(Ones(weight), make([weight]), boost=accumulating(parts))
+    cell = BoostTrainOneStepCell(ones(weight), make([weight]), boost=accumulating(parts))
     for _ in range(parts):
         cell()
 
 
-class Ones(nn.Module):
+def ones(weight: nn.Parameter) -> nn.Module:
     """A loss whose gradient is 1."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self) -> torch.Tensor:
-        return self.weight.sum()
+    return Written(lambda module: module.weight.sum(), weight=weight)
 
 
-@pytest.mark.parametrize("way", [by_cell, by_boost])
-def test_a_third_is_one_of_float64_where_the_loss_is(way: Any) -> None:
-    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    way(weight, lambda p: torch.optim.SGD(p, 1.0), 3)
-    assert weight.item() == -1.0
+THOUSAND = [(dtype, 1024) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 
 
 @pytest.mark.parametrize("way", [by_cell, by_hand, by_boost])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("dtype", "parts"), [*THOUSAND, (torch.float64, 3)])  # a third is one of float64
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 1.0, fused=True), lambda p: Momentum(p, 1.0, 0.0)])
-def test_a_thousand_micro_batches_are_one_batch_in_every_dtype(way: Any, dtype: torch.dtype, make: Any) -> None:
+def test_a_thousand_micro_batches_are_one_batch_in_every_dtype(way: Any, dtype: Any, parts: int, make: Any) -> None:
     """In bfloat16 a sum of 1/1024 stands still at 1/4, where its gap is 1/512."""
     weight = nn.Parameter(torch.zeros(1, dtype=dtype))
     for update in (-1.0, -2.0):
-        way(weight, make, 1024)
+        way(weight, make, parts)
         assert weight.item() == update
         assert weight.grad_dtype == dtype
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import Written
 from torch import nn
 
 from mpkit import networks
@@ -143,20 +144,14 @@ def test_only_the_faithful_centralize_by_the_tiles_of_mindspores_kernel(faithful
     assert {group.get("grad_centralization", False) for group in groups} == marks
 
 
-class ScaledLoss(nn.Module):
+def scaled_loss(loss: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """A loss that learns a temperature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.ones(()))
-
-    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(outputs * self.temperature, labels)
+    return nn.functional.cross_entropy(outputs * loss.temperature, labels)
 
 
 @pytest.mark.parametrize("flag", ["less_bn", "grad_freeze"])
 def test_what_the_optimizer_holds_beside_the_network_goes_on_learning(flag: str) -> None:
-    net, loss = networks.resnet18(width=2), ScaledLoss()
+    net, loss = networks.resnet18(width=2), Written(scaled_loss, temperature=nn.Parameter(torch.ones(())))
     optimizer: torch.optim.Optimizer = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1)
     boost = AutoBoost("O0", {"boost": {"mode": "manual", flag: True}, "grad_freeze": {"total_steps": 4}})
     network, optimizer = boost.network_auto_process_train(net, optimizer)

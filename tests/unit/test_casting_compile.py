@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import Written
 from test_casting import CASTING_LEVELS, made, tensors
 from torch import Tensor, nn
 
@@ -150,21 +151,13 @@ def test_getters_in_a_part_that_is_not_compiled_are_told_apart(level: str) -> No
     assert (got.dtype, got.tolist()) == (want.dtype, want.tolist())
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])
-
-
 @pytest.mark.parametrize("level", CASTING_LEVELS)
 def test_a_recurrent_layer_runs_beside_the_compiler(level: str) -> None:
     """Which leaves it out, as without a level: `fullgraph=True` is refused by torch itself."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    network, x = auto_mixed_precision(Recurrent(), level, torch.bfloat16), torch.randn(2, 3, 4)
+    parts, x = {"lstm": nn.LSTM(4, 5, batch_first=True), "head": nn.Linear(5, 2)}, torch.randn(2, 3, 4)
+    network = auto_mixed_precision(Written(lambda m, x: m.head(m.lstm(x)[0]), **parts), level, torch.bfloat16)
     got = torch.compile(network, backend="aot_eager")(x)
     torch.testing.assert_close(got, network(x), rtol=2**-6, atol=2**-6)
     got.float().sum().backward()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import Op, Written
 from test_casting import CASTING_LEVELS, NETWORKS, made, tensors
 from torch import Tensor, nn
 
@@ -70,13 +71,11 @@ def test_forward_and_gradient_formats_may_differ() -> None:
 
 
 def test_gradients_round_to_the_format_itself_unless_told() -> None:
-    layer = to_float(nn.Linear(1, 1, bias=False), E4M3FN)
-    layer(torch.tensor([[1.0]])).backward(torch.tensor([[2.0**-12]]))  # below half of E4M3FN's smallest, 2**-9
-    assert layer.weight.grad.item() == 0.0  # type: ignore[union-attr]
-    layer.weight.grad = None
-    to_float(layer, E4M3FN, grad_dtype=E5M2)
-    layer(torch.tensor([[1.0]])).backward(torch.tensor([[2.0**-12]]))
-    assert layer.weight.grad.item() == 2.0**-12  # type: ignore[union-attr]
+    layer, gradient = nn.Linear(1, 1, bias=False), torch.tensor([[2.0**-12]])  # below half of E4M3FN's smallest, 2**-9
+    for told, want in (({}, 0.0), ({"grad_dtype": E5M2}, 2.0**-12)):
+        layer.zero_grad()
+        to_float(layer, E4M3FN, **told)(torch.tensor([[1.0]])).backward(gradient)
+        assert layer.weight.grad.item() == want  # type: ignore[union-attr]
 
 
 def test_float32_emulated_changes_nothing() -> None:
@@ -90,32 +89,30 @@ def test_float32_emulated_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, E4M3FN], ids=str)
 def test_in_place_operations_that_change_only_the_shape_work(dtype: Any) -> None:
-    class Reshapes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 2
-            assert y.unsqueeze_(0) is y
-            y.transpose_(1, 2).squeeze_(0).t_()
-            return y.swapaxes_(0, 1) * 1
+    def reshapes(x: Tensor) -> Tensor:
+        y = x * 2
+        assert y.unsqueeze_(0) is y
+        y.transpose_(1, 2).squeeze_(0).t_()
+        return y.swapaxes_(0, 1) * 1
 
     x = torch.tensor([[1.0, 2.0, 3.0]])
-    assert torch.equal(auto_mixed_precision(Reshapes(), "O3", dtype)(x), 2 * x.T)
+    assert torch.equal(auto_mixed_precision(Op(reshapes), "O3", dtype)(x), 2 * x.T)
 
 
 def test_in_place_results_are_rounded_and_their_gradients_are_right() -> None:
-    class Steps(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 1.0
-            y += 0.3
-            y.tanh_()
-            y = y * 1
-            y[0] = 0.123
-            y.clamp_(max=0.9)
-            return F.leaky_relu_(y * 1, 0.3)
+    def steps(x: Tensor) -> Tensor:
+        y = x * 1.0
+        y += 0.3
+        y.tanh_()
+        y = y * 1
+        y[0] = 0.123
+        y.clamp_(max=0.9)
+        return F.leaky_relu_(y * 1, 0.3)
 
     x = torch.linspace(-2, 2, 9, requires_grad=True)
     twin = x.detach().clone().requires_grad_()
-    got = auto_mixed_precision(Steps(), "O3", FP16)(x)
-    want = auto_mixed_precision(Steps(), "O3", torch.float16)(twin)
+    got = auto_mixed_precision(Op(steps), "O3", FP16)(x)
+    want = auto_mixed_precision(Op(steps), "O3", torch.float16)(twin)
     assert torch.equal(got, want)
     got.sum().backward()
     want.sum().backward()
@@ -132,27 +129,23 @@ def test_overflow_follows_the_format() -> None:
 
 
 def test_auto_follows_emulated_inputs() -> None:
-    class Middle(nn.Module):
-        def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.tanh(x @ w), torch.tanh(x)  # in the format; in float32
-
     x = torch.randn(3, 3)
-    rounded, wide = auto_mixed_precision(Middle(), "auto", E4M3FN)(x, x)
+    middle = Op(lambda x, w: (torch.tanh(x @ w), torch.tanh(x)))  # in the format; in float32
+    rounded, wide = auto_mixed_precision(middle, "auto", E4M3FN)(x, x)
     assert torch.equal(round_to(rounded, E4M3FN), rounded)
     assert torch.equal(wide, torch.tanh(x))
 
 
 def test_a_fresh_accumulator_stays_float32_as_natively() -> None:
-    class Accumulates(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            total = torch.zeros(())
-            for value in x.unbind():
-                total.add_(value)
-            return total
+    def accumulates(x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for value in x.unbind():
+            total.add_(value)
+        return total
 
     x = torch.full((300,), 0.1)
-    native = auto_mixed_precision(Accumulates(), "O3", torch.float16)(x)
-    assert auto_mixed_precision(Accumulates(), "O3", FP16)(x) == native == 300 * torch.tensor(0.1).half().float()
+    native = auto_mixed_precision(Op(accumulates), "O3", torch.float16)(x)
+    assert auto_mixed_precision(Op(accumulates), "O3", FP16)(x) == native == 300 * torch.tensor(0.1).half().float()
 
 
 # Where an emulated format at O2 is not its native dtype bit for bit, and why; all other modules of module_db are.
@@ -222,7 +215,7 @@ BESIDE_A_CONSTANT = {
 def test_gradients_through_a_promotion_are_the_native_ones(fmt: FloatFormat, name: str) -> None:
     def run(dtype: Any) -> list[Tensor]:
         torch.manual_seed(0)
-        constant, network = torch.rand(8, requires_grad=True), Applies(lambda h: BESIDE_A_CONSTANT[name](h) * constant)
+        constant, network = torch.rand(8, requires_grad=True), applies(lambda h: BESIDE_A_CONSTANT[name](h) * constant)
         auto_mixed_precision(network, "O2", dtype)(x := torch.randn(4, 8, requires_grad=True)).sin().sum().backward()
         return [x.grad, constant.grad, *(p.grad for p in network.first.parameters())]
 
@@ -231,23 +224,20 @@ def test_gradients_through_a_promotion_are_the_native_ones(fmt: FloatFormat, nam
         assert torch.equal(got, want)
 
 
-class Applies(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.first, self.state, self.function = nn.Linear(8, 8), nn.Parameter(torch.zeros(4, 8)), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.first(x))
+def applies(function: Any) -> nn.Module:
+    """A function of what a layer gives, beside a parameter that it may use."""
+    parts = {"first": nn.Linear(8, 8), "state": nn.Parameter(torch.zeros(4, 8))}
+    return Written(lambda module, x: function(module.first(x)), **parts)
 
 
 @pytest.mark.parametrize("fmt", [FP16, E4M3FN], ids=str)
 def test_a_number_beyond_the_format_that_a_tensor_holds_stands_for_its_largest(fmt: FloatFormat) -> None:
-    network = auto_mixed_precision(Applies(lambda h: torch.where(h == h[0, 0], h, -1e9)), "O2", fmt)
+    network = auto_mixed_precision(applies(lambda h: torch.where(h == h[0, 0], h, -1e9)), "O2", fmt)
     assert network(torch.randn(4, 8)).min() == -fmt.max
 
 
 def test_data_of_a_parameter_does_not_become_a_format() -> None:
-    network = Applies(lambda h: setattr(network.state, "data", h.detach()) or setattr(h, "data", h.detach() * 2) or h)
+    network = applies(lambda h: setattr(network.state, "data", h.detach()) or setattr(h, "data", h.detach() * 2) or h)
     out = auto_mixed_precision(network, "O2", E5M2)(torch.randn(4, 8))
     assert type(network.state.data) is Tensor
     assert torch.equal(out, 2 * network.state)

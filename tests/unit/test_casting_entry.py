@@ -117,8 +117,3 @@ def test_within_a_level_no_autocast_rules_and_where_a_recipe_says_nothing_it_goe
     with torch.autocast("cpu", torch.bfloat16):
         head, product, body = network(torch.randn(4, 32))
     assert (head.dtype, product.dtype, body.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
-
-
-def test_a_function_at_another_level_is_refused_by_its_kind() -> None:
-    with pytest.raises(TypeError, match="got function"):
-        auto_mixed_precision(lambda x: x, "O1")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import assert_same
+from support import Written, assert_same
 from test_casting import CASTING_LEVELS, tensors
 from test_casting_writes import Calls
 from torch import Tensor, nn
@@ -27,19 +27,6 @@ from mpkit.formats import BF16, E4M3FN, E5M2, FP16
 from mpkit.rounding import round_to
 
 bf16 = torch.bfloat16
-
-
-class Apply(nn.Module):
-    """A forward that is one function of the module and its inputs."""
-
-    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
 
 
 def trained(network: nn.Module, *args: Any) -> list[Tensor]:
@@ -60,7 +47,7 @@ def test_a_parameter_made_in_a_forward_never_inherits_the_cast_of_a_dead_one(lev
     def made_anew(_: nn.Module, x: Tensor) -> Tensor:
         return torch.stack([(x @ nn.Parameter(torch.full((8, 8), float(2**i))))[0, 0] for i in range(9)])
 
-    got = auto_mixed_precision(Apply(made_anew), level, dtype)(torch.eye(8))
+    got = auto_mixed_precision(Written(made_anew), level, dtype)(torch.eye(8))
     assert got.tolist() == [2.0**i if dtype is bf16 or i < 9 else torch.nan for i in range(9)]
 
 
@@ -72,7 +59,7 @@ def test_a_parameter_whose_memory_is_replaced_is_cast_anew() -> None:
         module.w.data = old
         return torch.stack([before, between, x @ module.w])
 
-    network = auto_mixed_precision(Apply(swapped, w=nn.Parameter(torch.eye(3))), "O3", bf16)
+    network = auto_mixed_precision(Written(swapped, w=nn.Parameter(torch.eye(3))), "O3", bf16)
     assert [y[0, 0].item() for y in network(torch.eye(3))] == [1.0, 2.0, 1.0]
 
 
@@ -108,7 +95,7 @@ def test_gradients_of_a_weight_used_many_times_add_up_in_float32(level: str, wat
     def often(module: Any, x: Tensor) -> Tensor:
         return sum((module.linear(x).float() for _ in range(600)), torch.zeros(()))  # type: ignore[return-value]
 
-    network = auto_mixed_precision(Apply(often, linear=nn.Linear(3, 2)), level, bf16)
+    network = auto_mixed_precision(Written(often, linear=nn.Linear(3, 2)), level, bf16)
     x = torch.ones(4, 3)
     if watched:
         with ledger(network) as book:
@@ -140,7 +127,7 @@ def test_a_weight_used_a_hundred_times_is_saved_once(level: str) -> None:
             network(torch.ones(100, 4, 32)).float().sum().backward()
         return sum(size for key, (size, _) in seen.items() if key not in own)
 
-    network = Apply(steps, cell=nn.GRUCell(32, 64))
+    network = Written(steps, cell=nn.GRUCell(32, 64))
     wide = saved(network)
     assert saved(auto_mixed_precision(network, level, bf16)) < 1.3 * wide
     grad = network.cell.weight_hh.grad
@@ -154,7 +141,7 @@ def test_a_frozen_weight_and_one_without_gradients_share_the_cast_too() -> None:
         return first + x @ module.w + x @ module.frozen + x @ module.frozen
 
     parts = {"w": nn.Parameter(torch.eye(2)), "frozen": nn.Parameter(torch.eye(2), requires_grad=False)}
-    network = auto_mixed_precision(Apply(twice, **parts), "O3", bf16)
+    network = auto_mixed_precision(Written(twice, **parts), "O3", bf16)
     with ledger(network) as book:
         network(torch.ones(2, 2)).sum().backward()
     assert sorted(cast.tensor for cast in book.casts if cast.tensor != "activation") == ["frozen", "w"]
@@ -166,7 +153,7 @@ def test_higher_gradients_go_through_a_kept_cast() -> None:
     def twice(module: Any, x: Tensor) -> Tensor:
         return ((x * module.w) * module.w).sum()
 
-    network = auto_mixed_precision(Apply(twice, w=nn.Parameter(torch.tensor([3.0]))), "O3", bf16)
+    network = auto_mixed_precision(Written(twice, w=nn.Parameter(torch.tensor([3.0]))), "O3", bf16)
     (first,) = torch.autograd.grad(network(torch.tensor([2.0])), network.w, create_graph=True)
     assert first.item() == 12.0
     assert torch.autograd.grad(first, network.w)[0].item() == 4.0  # d2/dw2 of 2 w**2
@@ -246,7 +233,7 @@ def test_a_level_changed_before_the_backward_pass_does_not_change_the_recomputat
         return checkpoint(lambda y: torch.tanh(y @ module.w), x, use_reentrant=False)
 
     def run(change: bool) -> Tensor:
-        network = auto_mixed_precision(Apply(part, w=nn.Parameter(torch.full((2, 2), 0.3))), "O3", bf16)
+        network = auto_mixed_precision(Written(part, w=nn.Parameter(torch.full((2, 2), 0.3))), "O3", bf16)
         loss = network(torch.full((2, 2), 0.7)).sum()
         if change:
             remove_mixed_precision(network)
@@ -285,18 +272,12 @@ def test_a_backward_pass_inside_a_ledger_recomputes_with_its_casts(level: str, d
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_gradient_taken_inside_a_forward_recomputes_with_its_casts(level: str) -> None:
-    class Slope(nn.Module):
-        def __init__(self, again: bool) -> None:
-            super().__init__()
-            self.net = Nested(False if again else None)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(self.net(x).sum(), x)
-            return slope
+    def slope(module: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(module.net(x).sum(), x)[0]
 
     x = torch.randn(4, 6)
-    got, want = (auto_mixed_precision(Slope(again), level, bf16)(x) for again in (True, False))
+    got, want = (auto_mixed_precision(Written(slope, net=Nested(kind)), level, bf16)(x) for kind in (False, None))
     assert torch.equal(got, want)
 
 
@@ -313,7 +294,7 @@ def test_gradients_flow_through_views_and_writes_as_natively() -> None:
     found = []
     for dtype in (FP16, torch.float16):
         x = torch.linspace(-3, 3, 16).view(4, 4).requires_grad_()
-        out = auto_mixed_precision(Apply(writes), "O3", dtype)(x)
+        out = auto_mixed_precision(Written(writes), "O3", dtype)(x)
         out.sum().backward()
         found.append((out, x.grad))
     assert torch.equal(found[0][0], found[1][0])
@@ -328,7 +309,7 @@ def test_a_tensor_bound_to_a_format_rounds_what_is_written_into_it(change: Calla
         return y * 1
 
     x = torch.linspace(0, 1, 7)
-    got = auto_mixed_precision(Apply(forward), "O3", E4M3FN)(x)
+    got = auto_mixed_precision(Written(forward), "O3", E4M3FN)(x)
     assert torch.equal(got, round_to(round_to(x, E4M3FN) + round_to(torch.tensor(0.0123), FP16), E4M3FN))
 
 

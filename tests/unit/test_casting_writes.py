@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import Written
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,16 +20,11 @@ from mpkit.formats import BF16, E4M3FN
 LEVELS = ("O1", "O2", "O3", "auto")
 
 
-class Calls(nn.Module):
+class Calls(Written):
     """Calls a function of its inputs, and has one weight."""
 
     def __init__(self, function: Callable[..., Any], part: nn.Module | None = None) -> None:
-        super().__init__()
-        self.function, self.part = function, part
-        self.w = nn.Parameter(torch.eye(4))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
+        super().__init__(function, part=part, w=nn.Parameter(torch.eye(4)))
 
 
 def into_slice(y: Tensor) -> None:

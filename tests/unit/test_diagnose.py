@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import Op, Written
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,17 +22,6 @@ from mpkit.diagnose import VERDICTS, diagnose
 from mpkit.formats import E4M3FN, E5M2, FP16, TF32, FloatFormat
 from mpkit.networks import LeNet5, Network, ResidualBlock, TinyGPT
 from mpkit.step import WithLossCell
-
-
-class Op(nn.Module):
-    """A function as a module, so that a fault has a path."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def chain(*parts: Any) -> nn.Module:
@@ -56,19 +46,6 @@ def touched(batch: tuple[Tensor, Tensor], value: float, which: int = 0) -> tuple
     parts = [t.clone() for t in batch]
     parts[which].view(-1)[1] = value
     return parts[0], parts[1]
-
-
-class Written(nn.Module):
-    """Named parts and a forward pass given as a function of them and the input."""
-
-    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module) -> None:
-        super().__init__()
-        self.function = forward
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        return self.function(self, *inputs, **named)
 
 
 def linear(outputs: int = 3, inputs: int = 8, gain: float = 1.0) -> nn.Linear:
@@ -334,11 +311,6 @@ def next_token(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), target)
 
 
-def small_gpt() -> nn.Module:
-    torch.manual_seed(10)
-    return TinyGPT(vocabulary=16, context=8, width=16, heads=2, layers=1)
-
-
 def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         torch.manual_seed(11)
@@ -347,6 +319,7 @@ def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
+small_gpt = seeded(lambda: TinyGPT(vocabulary=16, context=8, width=16, heads=2, layers=1))
 digits = (torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(12)), torch.arange(4))
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_diagnose import FAULTS, Fault, Op, Written, chain, linear, rows
+from support import Op, Written
+from test_diagnose import FAULTS, Fault, chain, linear, rows
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, to_float
@@ -203,21 +204,13 @@ class Doubles(nn.Module):
         return x
 
 
-class Loss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(self.norm(output), target)
-
-
 drawn: list[tuple[float, float, float]] = []
 
 
 def test_network_batch_loss_and_random_states_are_left_alone_and_every_run_meets_the_same() -> None:
     drawn.clear()
-    network, loss, (x, y) = nn.Sequential(Doubles(), linear(), TIMES, linear(3, 3)), Loss(), rows()
+    network, (x, y) = nn.Sequential(Doubles(), linear(), TIMES, linear(3, 3)), rows()
+    loss = Written(lambda m, output, target: F.cross_entropy(m.norm(output), target), norm=nn.BatchNorm1d(3))
     given = x.clone()
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index] # noqa: NPY002
     report = diagnose(network, (x, y), loss)
@@ -274,21 +267,16 @@ def test_a_cure_that_a_network_refuses_is_no_cure_and_no_error() -> None:
     assert (report.verdict, report.cures) == ("forward_overflow", ())
 
 
-class Rms(nn.Module):
+def rms(module: Any, x: Tensor) -> Tensor:
     """A norm of one's own whose inputs are so small that the slope of its root leaves float16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        small = x / 100
-        return self.weight * small * torch.rsqrt(small.pow(2).mean(-1, keepdim=True) + 1e-6)
+    small = x / 100
+    return module.weight * small * torch.rsqrt(small.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**40])
 def test_gradients_that_overflow_without_a_scale_are_named_at_scale_1_whatever_the_scale(scale: float) -> None:
-    report = diagnose(chain(Rms()), rows(), F.cross_entropy, scale=scale)
+    network = chain(Written(rms, weight=nn.Parameter(torch.ones(8))))
+    report = diagnose(network, rows(), F.cross_entropy, scale=scale)
     assert (report.verdict, report.module, report.gradient_of) == ("gradient_overflow", "fault", "rsqrt"), str(report)
     assert report.scale == scale
     assert next((cure.kind, cure.what) for cure in report.cures) == ("keep", "fault")

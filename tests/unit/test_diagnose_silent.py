@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_diagnose import Op, Written, chain, linear, rows
+from support import Op, Written
+from test_diagnose import chain, linear, rows
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, to_float
@@ -27,9 +28,8 @@ def wide_loss(out: Tensor, y: Tensor) -> Tensor:
 
 
 def test_inside_autocast_a_module_kept_in_float32_is_the_cure_in_torchs_words() -> None:
-    network = Written(
-        lambda m, x: m.last(m.norm(m.big(x))), big=linear(8, gain=300), norm=nn.LayerNorm(8), last=linear()
-    )
+    parts = {"big": linear(8, gain=300), "norm": nn.LayerNorm(8), "last": linear()}
+    network = Written(lambda m, x: m.last(m.norm(m.big(x))), **parts)
     batch = rows()[0] * 300, rows()[1]
     with torch.autocast("cpu", torch.float16):
         report = diagnose(network, batch, wide_loss, level=None)
@@ -69,11 +69,8 @@ def test_attention_scores_that_are_scaled_too_late(level: str | None, product: A
 
 
 def before_last(function: Callable[[Tensor], Tensor], first: Callable[[Tensor], Tensor] = lambda x: x) -> nn.Module:
-    return Written(
-        lambda m, x: m.last(m.part(first(x))),
-        part=function if isinstance(function, nn.Module) else Op(function),
-        last=linear(),
-    )
+    part = function if isinstance(function, nn.Module) else Op(function)
+    return Written(lambda m, x: m.last(m.part(first(x))), part=part, last=linear())
 
 
 LOST = {

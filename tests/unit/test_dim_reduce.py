@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from support import Written
+from torch import nn
 
 from mpkit.boost.dim_reduce import DimReduce, WeightSnapshots, prepare_pca, read_pca_rows, write_pca_files
 from mpkit.boost.pca import pca_matrix, read_snapshots
@@ -92,16 +94,10 @@ def test_a_hook_records_snapshots_that_come_back_in_network_order(tmp_path: Path
 # the step
 
 
-class Bowl(nn.Module):
+def bowl(curvature: list[float]) -> Any:
     """loss = (w - c)^T A (w - c) / 2 with a diagonal A: a minimum that a second-order method finds quickly."""
-
-    def __init__(self, curvature: list[float]) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(len(curvature), dtype=torch.float64))
-        self.a = torch.tensor(curvature, dtype=torch.float64)
-
-    def forward(self) -> Tensor:
-        return 0.5 * (self.a * (self.w - 1) ** 2).sum()
+    a = torch.tensor(curvature, dtype=torch.float64)
+    return Written(lambda net: 0.5 * (net.a * (net.w - 1) ** 2).sum(), w=nn.Parameter(torch.zeros_like(a)), a=a)
 
 
 def descend(net: nn.Module, reduce: DimReduce, steps: int, *inputs: Any) -> list[float]:
@@ -121,14 +117,14 @@ def build(net: nn.Module, pca: Any, **options: Any) -> DimReduce:
 
 
 def test_with_every_direction_in_the_plane_a_bowl_is_solved_like_bfgs() -> None:
-    net = Bowl([0.5, 1.0, 1.5])
+    net = bowl([0.5, 1.0, 1.5])
     losses = descend(net, build(net, np.eye(3), sigma=0.1), 12)
     assert losses[-1] < 1e-12 * losses[0]
 
 
 def test_a_step_that_overshoots_is_shortened_and_one_that_cannot_help_is_left_out() -> None:
     for curvature, rho in ((1.5, 0.55), (9.0, 0.0)):  # w 0 -> 1.5 overshoots a little, 0 -> 9 far too much
-        net = Bowl([curvature])
+        net = bowl([curvature])
         reduce = build(net, np.eye(1), alpha=0.0)
         descend(net, reduce, 1)
         assert reduce.search.rho == rho
@@ -138,20 +134,15 @@ def test_a_step_that_overshoots_is_shortened_and_one_that_cannot_help_is_left_ou
         assert (reduce.last_projection.item() == 0) == (rho == 0)
 
 
-class Busy(nn.Module):
+def busy() -> nn.Module:
     """A network with everything that a second forward pass would disturb."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(nn.functional.dropout(self.body(x), 0.2), y)
+    body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    return Written(lambda net, x, y: F.mse_loss(F.dropout(net.body(x), 0.2), y), body=body)
 
 
 def test_trials_repeat_the_dropout_and_leave_statistics_and_random_numbers_alone() -> None:
     torch.manual_seed(3)
-    net, batch = Busy(), (torch.randn(16, 4), torch.randn(16, 2))
+    net, batch = busy(), (torch.randn(16, 4), torch.randn(16, 2))
     size = sum(p.numel() for p in net.parameters())
     reduce = build(net, torch.zeros(1, size), alpha=0.0)  # no direction: a trial is the same weights again
     net.train()
@@ -166,7 +157,7 @@ def test_trials_repeat_the_dropout_and_leave_statistics_and_random_numbers_alone
 
 
 def test_the_state_resumes() -> None:
-    straight, stopped = Bowl([0.5, 2.0, 1.0]), Bowl([0.5, 2.0, 1.0])
+    straight, stopped = bowl([0.5, 2.0, 1.0]), bowl([0.5, 2.0, 1.0])
     pca = np.linalg.qr(walk(3, 3))[0][:2]
     one, two = build(straight, pca), build(stopped, pca)
     descend(straight, one, 6)
@@ -180,7 +171,7 @@ def test_the_state_resumes() -> None:
 
 
 def test_true_gradients_stay_in_place() -> None:
-    net = Bowl([0.5, 2.0, 1.0])
+    net = bowl([0.5, 2.0, 1.0])
     reduce, loss = build(net, np.linalg.qr(walk(3, 3))[0][:2]), net()
     loss.backward()
     grad = net.w.grad.clone()
@@ -193,12 +184,12 @@ def test_true_gradients_stay_in_place() -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_takes_the_steps_of_the_cpu_and_repeats_its_dropout_too() -> None:
-    one, two = Bowl([0.5, 1.0, 1.5]), Bowl([0.5, 1.0, 1.5]).cuda()
+    one, two = bowl([0.5, 1.0, 1.5]), bowl([0.5, 1.0, 1.5]).cuda()
     two.a = two.a.cuda()
     descend(one, build(one, np.eye(3)[:2], alpha=0.1), 8)
     descend(two, build(two, np.eye(3)[:2], alpha=0.1), 8)
     torch.testing.assert_close(two.w.cpu(), one.w)
-    net, batch = Busy().cuda(), (torch.randn(16, 4).cuda(), torch.randn(16, 2).cuda())
+    net, batch = busy().cuda(), (torch.randn(16, 4).cuda(), torch.randn(16, 2).cuda())
     reduce = build(net, torch.zeros(1, sum(p.numel() for p in net.parameters())), alpha=0.0)
     loss = net(*batch)
     loss.backward()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import Op, Written
 from test_casting import made
 from torch import Tensor, nn
 
@@ -34,20 +35,11 @@ def test_rows_come_in_order_with_paths_and_precisions() -> None:
     ]
 
 
-class Twice(nn.Module):
-    """One weight at work twice on one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x) + self.layer(x))
-
-
 @pytest.mark.parametrize(("dtype", "size"), [(None, 4), (torch.bfloat16, 2), (FP16, 2), (E4M3FN, 1)], ids=str)
 def test_what_is_kept_for_the_backward_pass_counts_once_in_its_precision_and_no_weight(dtype: Any, size: int) -> None:
-    network = Twice() if dtype is None else auto_mixed_precision(Twice(), "O2", dtype)
+    network = Written(lambda m, x: torch.tanh(m.layer(x) + m.layer(x)), layer=nn.Linear(4, 4, bias=False))
+    if dtype is not None:
+        auto_mixed_precision(network, "O2", dtype)
     with ledger(network) as book:
         network(torch.ones(3, 4, requires_grad=True))
     assert [row.saved for row in book.rows] == [12 * size, 0, 0, 12 * size]  # the input, and what tanh gives
@@ -76,23 +68,14 @@ def test_attention_is_shown_operation_by_operation() -> None:
 def test_counts_of_flushed_and_overflowed_values() -> None:
     """Worked by hand in float16: smallest subnormal 2**-24 (half of it rounds to 0), largest 65504."""
 
-    class Scale(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * x
-
     x = torch.tensor([2.0**-26, 2.0**-13, 1.0, 300.0, 7e4])
     # cast: 2**-26 flushes, 7e4 overflows; product: (2**-13)**2 = 2**-26 flushes, 9e4 overflows
-    network = auto_mixed_precision(Scale(), "O3")
-    with ledger(network, count=True) as book:
-        network(x)
-    (entry, *_), (row,) = book.casts, book.rows
-    assert (entry.operation, entry.flushed, entry.overflowed) == ("", 1, 1)
-    assert (row.flushed, row.overflowed) == (1, 1)
-
-    with ledger(auto_mixed_precision(Scale(), "O3", FP16), count=True) as emulated:
-        emulated.network(x)
-    assert (emulated.casts[0].flushed, emulated.casts[0].overflowed) == (1, 1)
-    assert (emulated.rows[0].flushed, emulated.rows[0].overflowed) == (1, 1)
+    for dtype in (torch.float16, FP16):
+        with ledger(auto_mixed_precision(Op(lambda x: x * x), "O3", dtype), count=True) as book:
+            book.network(x)
+        (entry, *_), (row,) = book.casts, book.rows
+        assert (entry.flushed, entry.overflowed, row.flushed, row.overflowed) == (1, 1, 1, 1)
+        assert entry.operation == ""
 
 
 def test_an_emulated_format_counts_its_own_bits() -> None:
@@ -128,11 +111,10 @@ def test_frames_have_one_line_per_row() -> None:
 
 
 def test_an_error_in_a_module_leaves_its_path_behind() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise RuntimeError("no")
+    def fails(x: Tensor) -> Tensor:
+        raise RuntimeError("no")
 
-    net = auto_mixed_precision(nn.Sequential(nn.Linear(2, 2), Fails()), "O2")
+    net = auto_mixed_precision(nn.Sequential(nn.Linear(2, 2), Op(fails)), "O2")
     with ledger(net) as log:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no"):

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_diagnose import Written, linear
+from support import Written
+from test_diagnose import linear
 from test_diagnose_silent import Table
 from torch import Tensor, nn
 

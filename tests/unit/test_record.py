@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recorded import trace_of
-from support import without_a_wait
-from test_diagnose import Op
+from support import Op, without_a_wait
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
