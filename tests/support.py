@@ -47,11 +47,11 @@ def in_processes(worker: Callable[..., None], *args: Any, count: int = 2) -> Non
 
 def in_group(function: Callable[[int], Any], folder: Path, count: int = 2) -> list[Any]:
     """What `function(rank)` returns in each of `count` processes that are a group over gloo."""
-    in_processes(_in_group, function, str(folder), count, count=count)
+    in_processes(join_group, function, str(folder), count, count=count)
     return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(count)]
 
 
-def _in_group(rank: int, function: Callable[[int], Any], folder: str, count: int) -> None:
+def join_group(rank: int, function: Callable[[int], Any], folder: str, count: int) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks talk inside this machine, whatever its name resolves to

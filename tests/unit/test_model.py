@@ -319,8 +319,7 @@ def measured(name, *batches):
 
 def test_mse_and_mae_compare_each_output_with_its_own_label():
     column, row = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1.0, 2.0, 2.0])
-    assert measured("mse", (column, row)) == 4 / 3
-    assert measured("mae", (column, row)) == 2 / 3
+    assert (measured("mse", (column, row)), measured("mae", (column, row))) == (4 / 3, 2 / 3)
     for name in ("mse", "mae"):
         with pytest.raises(ValueError, match="a label for each output"):
             measured(name, (torch.ones(3, 2), torch.ones(3)))
@@ -486,17 +485,18 @@ class Stateful:
         self.data.own.set_state(state["own"])
 
 
-def seeded():
-    return torch.Generator().manual_seed(7)
-
-
 POINTS = TensorDataset(torch.arange(24.0).view(12, 2), torch.zeros(12, 1))
+
+
+def sampled():
+    sampler = RandomSampler(POINTS, generator=torch.Generator().manual_seed(7))
+    return DataLoader(POINTS, batch_sampler=BatchSampler(sampler, 4, False))
+
+
 LOADERS = {
     "a list": lambda: [tuple(batch) for batch in DataLoader(POINTS, batch_size=4)],
     "shuffled": lambda: DataLoader(POINTS, batch_size=4, shuffle=True),
-    "batch sampler": lambda: DataLoader(
-        POINTS, batch_sampler=BatchSampler(RandomSampler(POINTS, generator=seeded()), 4, False)
-    ),
+    "batch sampler": sampled,
     "a sampler that is told the epoch": lambda: DataLoader(POINTS, 4, sampler=DistributedSampler(POINTS, 1, 0)),
     "a data set that is told the epoch": lambda: DataLoader(ByEpoch(), batch_size=4),
     "a loader with a state": Stateful,
@@ -557,19 +557,10 @@ def test_a_load_says_what_it_cannot_restore(loader, named, tmp_path):
     assert_same(model.network.state_dict(), before)
 
 
-class Best(Callback):
-    def __init__(self, best):
-        self.best = best
-
-    def state_dict(self):
-        return {"best": {"of all": [self.best]}}
-
-    def load_state_dict(self, state):
-        (self.best,) = state["best"]["of all"]
-
-
 @pytest.mark.parametrize("best", [np.float64(1), nn.Linear, nn.Linear(1, 1), range(3)], ids=lambda x: type(x).__name__)
 def test_a_state_that_could_not_be_read_again_is_not_written(best, tmp_path):
+    held = Callback()
+    held.state_dict = lambda: {"best": {"of all": [best]}}
     with pytest.raises(TypeError, match=r"^a .* in no checkpoint"):
-        linear_model().train(1, BATCHES, [Best(best), Checkpoint(tmp_path / "c")])
+        linear_model().train(1, BATCHES, [held, Checkpoint(tmp_path / "c")])
     assert not (tmp_path / "c").exists()

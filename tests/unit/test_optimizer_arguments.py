@@ -139,8 +139,7 @@ def test_what_is_no_rate_or_no_decay_is_refused_before_any_group_moves(key, valu
         weight.grad = torch.ones(1)
     with pytest.raises(error, match=says):
         optimizer.step()
-    assert [w.item() for w in weights] == [1.0, 1.0]
-    assert optimizer.global_step == 0
+    assert ([w.item() for w in weights], optimizer.global_step) == ([1.0, 1.0], 0)
 
 
 class Warm(opt.Adam):

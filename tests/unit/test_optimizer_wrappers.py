@@ -36,8 +36,7 @@ def test_hooks_run_once_whichever_object_they_were_given_to(kind):
         stepped(optimizer)
     finally:
         handle.remove()
-    assert seen == ["before", "after", "any"]
-    assert optimizer.global_step == 1
+    assert (seen, optimizer.global_step) == (["before", "after", "any"], 1)
 
 
 @pytest.mark.parametrize("kind", ["plain", "LARS", "bf16"])
@@ -263,5 +262,4 @@ def test_an_error_inside_leaves_bfloat16_weights_in_their_place():
     optimizer = opt.BFloat16Weights(opt.Momentum([p], 1.0, 0.0, weight_decay=lambda step: 1 / 0), "kahan")
     with pytest.raises(ZeroDivisionError):
         stepped(optimizer)
-    assert optimizer.param_groups[0]["params"] == [p]
-    assert p.tolist() == [1.0] * 4
+    assert (optimizer.param_groups[0]["params"], p.tolist()) == ([p], [1.0] * 4)

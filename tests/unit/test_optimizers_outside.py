@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -62,10 +63,7 @@ def test_a_network_cast_after_its_optimizer_was_used_trains_on():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda p: opt.Momentum(p, CosineDecayLR(0.0, 0.1, 4), 0.9, weight_decay=lambda step: 0.1 * (step + 1)),
-        lambda p: opt.AdaFactor(p),
-    ],
+    [lambda p: opt.Momentum(p, CosineDecayLR(0.0, 0.1, 4), 0.9, weight_decay=lambda k: 0.1 * (k + 1)), opt.AdaFactor],
 )
 def test_a_compiled_step_follows_schedules_and_decay_functions(make):
     torch.compiler.reset()
@@ -141,14 +139,6 @@ def trained_under(name):
     return p.detach(), dict(optimizer.state[p])
 
 
-@pytest.mark.usefixtures("flags")
-@pytest.mark.parametrize("member", MEMBERS)
-def test_optimizers_do_not_look_at_the_default_dtype(member, default_dtype):
-    under = trained_under(member)
-    torch.set_default_dtype(torch.float32)
-    assert_same(under, trained_under(member))
-
-
 def scaled_run():
     found = []
     policies = [PolicyLossScaler(preset(name)) for name in ("torch", "megatron")]
@@ -169,9 +159,12 @@ def scaled_run():
     return [*found, groups.scales.clone()]
 
 
-def test_scales_do_not_look_at_the_default_dtype(default_dtype):
-    under = scaled_run()
+WORK = {**{name: partial(trained_under, name) for name in MEMBERS}, "scales": scaled_run}
+
+
+@pytest.mark.usefixtures("flags", "default_dtype")
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+def test_optimizers_and_scales_do_not_look_at_the_default_dtype(work):
+    under = work()
     torch.set_default_dtype(torch.float32)
-    want = scaled_run()
-    assert_same(under, want)
-    assert [x.dtype for x in under] == [x.dtype for x in want]
+    assert_same(under, work())  # of the same dtype, too

@@ -104,9 +104,8 @@ def test_histograms_norms_and_copies_stay_on_their_device(scale):
             assert torch.equal(got.as_subclass(Tensor), want)
     empty = exponent_counts(posing(torch.empty(0), spreads=True, device=GPU))
     assert [int(part.sum()) for part in empty] == [0, 0, 0]
-    assert float(histograms.total_norm([there])) == pytest.approx(
-        float(torch.linalg.vector_norm(x.double())), rel=1e-12
-    )
+    norm = float(torch.linalg.vector_norm(x.double()))
+    assert float(histograms.total_norm([there])) == pytest.approx(norm, rel=1e-12)
     value = torch.tensor(3.0)
     copied = columns.kept(posing(value, spreads=True, is_cpu=False))
     value.fill_(4.0)

@@ -220,10 +220,9 @@ def test_every_switch_of_the_rule_turns_its_part_on(
     name: str, policy: dict[str, Any], flags: list[bool], without: list[float], with_it: list[float]
 ) -> None:
     """In a policy by itself, and in a vector where one has it and one has not."""
-    off, on = (ScalePolicy(**policy, **{name: value}) for value in (False, True))
-    assert run(off, flags).scale.tolist() == without
-    assert run(on, flags).scale.tolist() == with_it
-    assert run(stack([off, on]), flags).scale.T.tolist() == [without, with_it]
+    pair = [ScalePolicy(**policy, **{name: value}) for value in (False, True)]
+    assert [run(one, flags).scale.tolist() for one in pair] == [without, with_it]
+    assert run(stack(pair), flags).scale.T.tolist() == [without, with_it]
 
 
 BACK_AND_GROW = {"hold_at_overflow": False, "refill_on_growth": True, "hysteresis": 2, "growth_interval": 1000}

@@ -166,15 +166,11 @@ def test_lazy_modules_meta_tensors_and_integers_hold_nothing() -> None:
 @pytest.mark.parametrize(("level", "cast"), [("O2", "level O2"), ("torch_autocast", "torch.autocast")])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_all_that_is_found_at_once_in_order(level: str, cast: str, bad: float) -> None:
-    parts = {
-        "a": weights(torch.float16, 1.0, 1e-4),
-        "b": weights(torch.float32, bad, bad),
-        "c": weights(torch.bfloat16),
-    }
-    network, stranger = nn.ModuleDict(parts), weights(torch.float32, 1e4, 1.0).weight
+    a, b, c = weights(torch.float16, 1.0, 1e-4), weights(torch.float32, bad, bad), weights(torch.bfloat16)
+    network, stranger = nn.ModuleDict({"a": a, "b": b, "c": c}), weights(torch.float32, 1e4, 1.0).weight
     network.register_buffer("sums", torch.tensor([bad]))
     network.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # is no fault
-    groups = [{"params": [network["c"].weight, stranger]}, {"params": [network["a"].weight]}]
+    groups = [{"params": [c.weight, stranger]}, {"params": [a.weight]}]
     optimizer = torch.optim.AdamW(groups, 1e-5, eps=1e-9, weight_decay=0.01)
     found = preflight(network, optimizer, level, average={"a": torch.ones(1), "b": torch.ones(1).half()})
     decay = {"lost": "100 %", "decay": 1e-7}

@@ -63,8 +63,7 @@ def test_every_recipe_trains_stays_near_float32_and_comes_off(name):
     net, plain = network(), network()
     keys = set(net.state_dict())
     assert cast_like(net, name) is net
-    assert amp_level(net) == name
-    assert set(recipe_of(net).values()) == {RECIPES[name]}
+    assert (amp_level(net), set(recipe_of(net).values())) == (name, {RECIPES[name]})
     new = set(net.state_dict()) - keys
     assert bool(new) == (name == "te_hybrid_delayed")  # new keys only where there is state
     x = batches(1)[0]
@@ -145,13 +144,8 @@ def test_attention_is_cast_inside():
 )
 def test_the_largest_element_and_a_last_bit_more_are_not_clipped(cast, top, scale):
     last_bit = torch.tensor(top).nextafter(torch.tensor(torch.inf)).item()
-    for value, share in (
-        (top, 0.0),
-        (-top, 0.0),
-        (last_bit, 0.0),
-        (top * (1 + 2.0**-20), 1 / 32),
-        (-1.1 * top, 1 / 32),
-    ):
+    shares = {top: 0.0, -top: 0.0, last_bit: 0.0, top * (1 + 2.0**-20): 1 / 32, -1.1 * top: 1 / 32}
+    for value, share in shares.items():
         x = torch.zeros(1, 32)
         x[0, 3] = value
         assert cast(x, 1, scale).clipped() == share
@@ -166,8 +160,7 @@ def test_the_ledger_counts_what_a_scale_clips_and_flushes():
         net(x).sum().backward()
     row = log.operands[0]
     assert (row.product, row.operand, row.format) == ("fprop", "input", "mxfp4")
-    assert (row.clipped, row.flushed) == (1 / 128, 1 / 128)
-    assert row.scale_max == 1.0
+    assert (row.clipped, row.flushed, row.scale_max) == (1 / 128, 1 / 128, 1.0)
     frame = log.to_frame(OperandRow)
     assert frame["product"].tolist() == ["fprop", "fprop", "wgrad", "wgrad"]
     rows = len(log.operands)
@@ -177,14 +170,13 @@ def test_the_ledger_counts_what_a_scale_clips_and_flushes():
 
 def test_delayed_scales_follow_the_rule_on_the_tensors_of_each_step():
     net, policy = cast_like(nn.Linear(32, 4, bias=False), DELAYED), replace(SHORT, element_max=448.0)
-    data, seen = batches(5), []
+    data = batches(5)
     for step, x in enumerate(data):
         amaxes = [b.abs().max().item() for b in data[max(0, step - 3) : step]]
         with ledger(net) as log:
             train(net, [x])
-        seen.append((log.operands[0].scale_max, policy.element_max / max(amaxes) if amaxes else 1.0))
-    for got, want in seen:
-        assert got == torch.tensor(want).item()
+        want = torch.tensor(policy.element_max / max(amaxes) if amaxes else 1.0)
+        assert log.operands[0].scale_max == want.item()
 
 
 def test_a_spike_is_clipped_by_a_stale_scale_and_not_by_a_current_one():
@@ -227,19 +219,17 @@ def test_a_recomputed_forward_has_the_scale_of_the_first(reentrant, frozen):
             y.square().mean().backward()
             optimizer.step()
         assert_same(weights(nets[0]), weights(nets[1]))
-    scales = [net[2]._modules["recipe_scales"].get_extra_state() for net in nets]
-    assert_same(*scales)
+    assert_same(*(net[2]._modules["recipe_scales"].get_extra_state() for net in nets))
 
 
 def test_evaluation_changes_no_scale():
     net = cast_like(network(), DELAYED)
     optimizer = train(net, batches(2))
     twin = copy.deepcopy(net)
-    twin_optimizer = torch.optim.SGD(twin.parameters(), 0.01)
     with torch.no_grad():
         net(batches(1)[0] * 1e4)
     train(net, batches(3), optimizer)
-    train(twin, batches(3), twin_optimizer)
+    train(twin, batches(3))
     assert_same(weights(net), weights(twin))
 
 
@@ -256,9 +246,8 @@ def test_a_copy_or_a_resumed_run_goes_on_bit_for_bit(way):
     for module in (net, other):
         train(module, batches(4))
     assert_same(weights(net), weights(other))
-    assert_same(
-        *[[m.get_extra_state() for m in n.modules() if isinstance(m, products.RecipeScales)] for n in (net, other)]
-    )
+    states = [[m.get_extra_state() for m in n.modules() if isinstance(m, products.RecipeScales)] for n in (net, other)]
+    assert_same(*states)
 
 
 STATELESS = next(name for name, recipe in RECIPES.items() if not recipe.delayed())
@@ -337,15 +326,13 @@ def test_delayed_scales_compile_with_breaks():
     torch._dynamo.reset()
     net, twin = cast_like(network(), DELAYED), cast_like(network(), DELAYED)
     compiled = torch.compile(twin, backend="eager")
-    optimizer, other = (torch.optim.SGD(n.parameters(), 0.01) for n in (net, twin))
-    train(net, batches(3), optimizer)
-    train(compiled, batches(3), other)
-    for p, q in zip(weights(net), weights(twin)):
-        torch.testing.assert_close(p, q)
+    train(net, batches(3))
+    train(compiled, batches(3))
+    torch.testing.assert_close(weights(net), weights(twin))
 
 
 def test_bad_input_is_refused_with_the_way_out():
-    block = Cast(MXFP8_E4M3)
+    block, longer = Cast(MXFP8_E4M3), Cast(E4M3FN, policy=replace(SHORT, history_len=4))
     for wrong, error, words in (
         (lambda: cast_like(nn.ReLU(), "mxfp8"), ValueError, "has none"),
         (lambda: cast_like(network(), "mxfp9"), ValueError, "mxfp8"),
@@ -358,11 +345,7 @@ def test_bad_input_is_refused_with_the_way_out():
         (lambda: Cast(E4M3FN, rounding="nearest"), ValueError, "nearest_even"),
         (lambda: Cast(FP32), ValueError, "high precision"),
         (lambda: Recipe("r", replace(block, hadamard=True), block), ValueError, "cancels"),
-        (
-            lambda: replace(DELAYED, wgrad_input=Cast(E4M3FN, policy=replace(SHORT, history_len=4))),
-            ValueError,
-            "same policy",
-        ),
+        (lambda: replace(DELAYED, wgrad_input=longer), ValueError, "same policy"),
     ):
         with pytest.raises(error, match=words):
             wrong()

@@ -4,9 +4,9 @@ import itertools
 import math
 from fractions import Fraction
 
-import gfloat
 import pytest
 import torch
+from gfloat import RoundMode, round_float
 from gfloat.formats import Domain, Signedness, format_info_p3109
 from oracles import EXACT_MODES, ML_DTYPES, beside_every_tie, exactly, mismatches, random_patterns
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,11 +46,11 @@ def test_out_may_overlap_x(fmt):
 
 
 GFLOAT_MODES = {
-    "nearest_even": gfloat.RoundMode.TiesToEven,
-    "nearest_away": gfloat.RoundMode.TiesToAway,
-    "toward_zero": gfloat.RoundMode.TowardZero,
-    "up": gfloat.RoundMode.TowardPositive,
-    "down": gfloat.RoundMode.TowardNegative,
+    "nearest_even": RoundMode.TiesToEven,
+    "nearest_away": RoundMode.TiesToAway,
+    "toward_zero": RoundMode.TowardZero,
+    "up": RoundMode.TowardPositive,
+    "down": RoundMode.TowardNegative,
 }
 LAYOUTS = [*((8, p) for p in range(1, 8)), (8, 8), (3, 1), (3, 2), (4, 2), (5, 5), (6, 3), (11, 4), (15, 9)]
 
@@ -68,9 +68,7 @@ def test_ieee_p3109_in_every_mode_and_overflow_rule(layout, signed, extended):
     x = beside_every_tie(fmt) if fmt.bits < 15 else beside_every_tie(fmt)[::29]
     x = x if signed else x[x >= 0]
     for mode, theirs in GFLOAT_MODES.items():
-        own, most = (
-            torch.tensor([gfloat.round_float(info, v, theirs, sat) for v in x.tolist()]) for sat in (False, True)
-        )
+        own, most = (torch.tensor([round_float(info, v, theirs, sat) for v in x.tolist()]) for sat in (False, True))
         beyond = (own != most) & ~x.isnan()
         for overflow in OVERFLOWS:
             instead = {"inf": torch.copysign(torch.full_like(x, torch.inf), x), "nan": torch.full_like(x, torch.nan)}
@@ -288,11 +286,9 @@ def test_cuda_gives_the_same_bits(fmt, dtype):
 @pytest.mark.gpu
 def test_stochastic_rounding_on_cuda_has_the_right_mean_and_repeats():
     x = torch.full((1_000_000,), 1 + 0.25 * FP16.eps, device="cuda")
-    first, second = (
-        round_to(x, FP16, "stochastic", generator=torch.Generator("cuda").manual_seed(3)) for _ in range(2)
-    )
-    assert torch.equal(first, second)
-    ups = float((first > 1).double().mean())
+    pair = [round_to(x, FP16, "stochastic", generator=torch.Generator("cuda").manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*pair)
+    ups = float((pair[0] > 1).double().mean())
     assert abs(ups - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 1e6)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import in_processes
+from support import in_processes, join_group
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -87,13 +86,12 @@ class Sum(nn.Module):
 WAYS = {f.__name__: f for f in (large, sparse, joined, sixteen_bits)}
 
 
+def all_ways(rank):
+    return {name: way(rank) for name, way in WAYS.items()}
+
+
 def worker(rank, folder):
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
-    results = {name: way(rank) for name, way in WAYS.items()}
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    join_group(rank, all_ways, folder, RANKS)
     threads = [thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")]  # Linux
     Path(folder, f"{rank}.threads").write_text("\n".join(threads))
 

@@ -18,6 +18,8 @@ import tempfile
 import tracemalloc
 import warnings
 import zipfile
+import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,10 +48,8 @@ def small_trace() -> Trace:
     counts[:, :, 3:7] = 5
     whole = np.full((6, 2), 1, np.int64)
     ranges = Ranges(names, np.array([60, 60]), steps, -12, counts, whole, whole, np.full((6, 2), 0.5, np.float32))
-    series = np.linspace(1, 2, 6)
-    return Trace(
-        steps, series, series * 8, np.zeros(6, bool), series, series, series, ranges, meta={"policy": {"name": "torch"}}
-    )
+    series, fine, meta = np.linspace(1, 2, 6), np.zeros(6, bool), {"policy": {"name": "torch"}}
+    return Trace(steps, series, series * 8, fine, series, series, series, ranges, meta=meta)
 
 
 def network() -> nn.Sequential:
@@ -58,6 +58,7 @@ def network() -> nn.Sequential:
 
 
 WEIGHTS = 3 * 4 + 4 + 4 * 2 + 2
+ROWS = np.linspace(-1, 1, 3 * WEIGHTS).reshape(3, WEIGHTS)
 
 
 def model() -> Model:
@@ -90,8 +91,12 @@ def _saved(name, save):
 
 
 def _rows(folder: Path) -> Path:
-    write_pca_files(folder / "pca.npy", np.linspace(-1, 1, 3 * WEIGHTS).reshape(3, WEIGHTS), 1)
+    write_pca_files(folder / "pca.npy", ROWS, 1)
     return folder / "pca_rank_0.npy"
+
+
+def _components(path: Path) -> object:
+    return prepare_pca(network(), 3, pca_mat_path=path, timeout=1)
 
 
 def _store(folder: Path, ending: str) -> Path:
@@ -131,45 +136,33 @@ def stopped(**_):
 
 
 MODEL = model()
+
+
+def _everything() -> dict:
+    return copy.deepcopy(MODEL.train_network.state_dict())
+
+
 BOOST = {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": {"freeze_p": 0.4, "total_steps": 100}}
 GRID = {"grid": {"lr": [0.1, 0.2], "level": ["O0", "O2"]}, "fixed": {"epochs": 1}, "seeds": 3, "baseline": {"lr": 0.1}}
+Settings = functools.partial(Kind, refused=(ValueError, OSError, TypeError), text=True)
+"""JSON that somebody wrote; a command says what was refused in a sentence."""
 KINDS = {
-    "trace": Kind(_saved("t.npz", lambda p: small_trace().save(p)), Trace.load),
-    "amaxes": Kind(
-        _saved("a.npz", lambda p: AmaxTrace(("a", "b"), np.ones((9, 2), np.float32)).save(p)), AmaxTrace.load
-    ),
-    "components": Kind(
-        _saved("pca.npy", lambda p: np.save(p, np.linspace(-1, 1, 3 * WEIGHTS).reshape(3, WEIGHTS))),
-        lambda p: prepare_pca(network(), 3, pca_mat_path=p, timeout=1),
-    ),
+    "trace": Kind(_saved("t.npz", small_trace().save), Trace.load),
+    "amaxes": Kind(_saved("a.npz", AmaxTrace(("a", "b"), np.ones((9, 2), np.float32)).save), AmaxTrace.load),
+    "components": Kind(_saved("pca.npy", lambda p: np.save(p, ROWS)), _components),
     "rows of a rank": Kind(_rows, lambda p: read_pca_rows(p.with_name("pca.npy"), 0, timeout=1)),
     "snapshot": Kind(
         lambda folder: WeightSnapshots(network(), folder).save(10),
         lambda p: read_snapshots(p.parent, network()),
         torch=True,
     ),
-    "checkpoint": Kind(
-        _saved("c.ckpt", lambda p: MODEL.save(p)),
-        MODEL.load,
-        torch=True,
-        state=lambda: copy.deepcopy(MODEL.train_network.state_dict()),
-    ),
+    "checkpoint": Kind(_saved("c.ckpt", MODEL.save), MODEL.load, torch=True, state=_everything),
     "idx": Kind(
         _saved("t10k-images-idx3-ubyte.gz", lambda p: small_mnist(p.parent)),
         lambda p: data.mnist(p.parent, split="test"),
     ),
-    "boost": Kind(
-        _saved("boost.json", lambda p: p.write_text(json.dumps(BOOST))),
-        lambda p: AutoBoost("O0", p),
-        refused=(ValueError, OSError, TypeError),
-        text=True,
-    ),
-    "grid": Kind(
-        _saved("grid.json", lambda p: p.write_text(json.dumps(GRID))),
-        _planned,
-        refused=(ValueError, OSError, TypeError),  # what the command says in a sentence
-        text=True,
-    ),
+    "boost": Settings(_saved("boost.json", lambda p: p.write_text(json.dumps(BOOST))), lambda p: AutoBoost("O0", p)),
+    "grid": Settings(_saved("grid.json", lambda p: p.write_text(json.dumps(GRID))), _planned),
     "finished cell": Kind(lambda folder: _store(folder, "npz"), _results),
     "index of a store": Kind(lambda folder: _store(folder, "experiment.json"), _results, text=True),
     "store in a zip": Kind(
@@ -275,12 +268,8 @@ def damage(raw: bytes, kind: Kind, rng: random.Random) -> bytes:
         return rng.choice((*BLIND, _header))(raw, rng)
     changed = rng.choice((*BLIND, _inside, _inside, _inside, _inside))(raw, rng)
     if kind.torch and rng.random() < 0.9:
-        try:
+        with suppress(ValueError, OSError, zipfile.BadZipFile, RuntimeError, EOFError, zlib.error):
             return _zipped(_entries(changed), zipfile.ZIP_STORED)
-        except (ValueError, OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError):
-            return changed
-        except zipfile.zlib.error:  # type: ignore[attr-defined]
-            return changed
     return changed
 
 

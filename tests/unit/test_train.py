@@ -86,8 +86,7 @@ def test_recipes_are_cells_of_a_grid_by_name_and_as_objects():
     assert not results.failures
     none, name, same, other = (results.values(cell, "final_loss")[0] for cell in range(4))
     assert name == same
-    assert len({none, name, other}) == 3
-    assert len(set(results.labels)) == 4
+    assert (len({none, name, other}), len(set(results.labels))) == (3, 4)
 
 
 CELL = {"framework": "mindspore_cell", "loss_scale_value": 2.0**15, "scale_factor": 2, "scale_window": 50}
@@ -119,9 +118,7 @@ def test_every_kind_of_scaler_starts_at_its_scale_and_leaves_the_weights_alone(s
 def test_overflows_are_skipped_and_counted_and_a_scaler_that_is_given_stays_as_it_was():
     scaler = DynamicLossScaler(2.0**40, 2, 100)
     got = tiny(level="O3", dtype="fp16", scaler=scaler, epochs=4)
-    assert got["skipped"] == 12
-    assert got["last_scale"] == 2.0**28
-    assert float(scaler.scale_value) == 2.0**40
+    assert (got["skipped"], got["last_scale"], float(scaler.scale_value)) == (12, 2.0**28, 2.0**40)
 
 
 def test_names_of_boosts_switch_on_what_they_name():
