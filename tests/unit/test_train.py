@@ -279,7 +279,7 @@ def test_the_trained_network_comes_back_when_asked():
         ({"optimizer": lambda p: 3}, TypeError, "optimizer must be"),
         ({"level": "O4"}, ValueError, "O4"),
         ({"level": "O1", "recipe": "x"}, ValueError, "a recipe says itself what is cast"),
-        ({"recipe": "mxfp9"}, ValueError, "preset is one of"),
+        ({"recipe": "mxfp9"}, ValueError, "preset must be .*mxfp9"),
         ({"dtype": "fp17", "level": "O2"}, ValueError, "fp17"),
         ({"scaler": "tork"}, ValueError, "'tork'"),
         ({"scaler": "mindspore_cell"}, TypeError, " needs "),  # it has no default for them
