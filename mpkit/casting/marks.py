@@ -53,7 +53,7 @@ class Forward:
         try:
             if rule.protected and LOCAL.given:
                 args, kwargs = map_tensors(_as_it_came, args), map_tensors(_as_it_came, kwargs)
-            given = args, kwargs
+            given: Any = (*args, *kwargs.values())
             if rule.entry is not None:
                 args = tuple([cast(x, rule.entry) for x in args])
                 kwargs = {name: cast(x, rule.entry) for name, x in kwargs.items()} if kwargs else kwargs
@@ -65,7 +65,9 @@ class Forward:
                 out = forward(*own, *args, **kwargs)
                 LOCAL.rule = None
                 return out if self.result is None else cast(out, self.result)
-            with running(rule, module, zip(float_tensors((args, kwargs)), float_tensors(given))):
+            new = zip((*args, *kwargs.values()), given)
+            came = [low for y, x in new if y is not x for low in zip(float_tensors(y), float_tensors(x))]
+            with running(rule, module, came):
                 out = forward(*own, *args, **kwargs)
             # whoever is outside of every level knows dtypes alone
             return map_tensors(left_format, out if self.result is None else cast(out, self.result))
