@@ -15,9 +15,8 @@ WORDS = words("dim_reduce")
 
 def tanh_network(flat, images, labels):
     """(loss, gradient) of 64-12-10 with tanh, by hand in NumPy."""
-    w1, b1, w2, b2 = (
-        part.reshape(shape) for part, shape in zip(np.split(flat, [768, 780, 900]), [(12, 64), (12,), (10, 12), (10,)])
-    )
+    shapes = (12, 64), (12,), (10, 12), (10,)
+    w1, b1, w2, b2 = (part.reshape(shape) for part, shape in zip(np.split(flat, [768, 780, 900]), shapes))
     hidden = np.tanh(images @ w1.T + b1)
     logits = hidden @ w2.T + b2
     chance = np.exp(logits - logits.max(1, keepdims=True))

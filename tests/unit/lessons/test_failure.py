@@ -17,9 +17,8 @@ def test_float16_without_a_scale_stays_at_chance_and_with_one_learns():
     assert stuck.sum() == 4
     assert abs(loss[stuck] - np.log(10)).max() < 0.001
     late = next(r for r in failure.recorded()["runs"] if r["way"] == "float16, no scale" and r["accuracy"] > 15)
-    assert (
-        late["losses"][500 // failure.recorded()["every"]] > 2.25 > late["losses"][600 // failure.recorded()["every"]]
-    )
+    before, after = (late["losses"][step // failure.recorded()["every"]] for step in (500, 600))
+    assert before > 2.25 > after
     assert alone.max() < min(values.min() for values in right.values()) + 1
     assert min(values.min() for values in right.values()) > 76
 

@@ -75,8 +75,7 @@ def test_the_gaps_are_those_of_torch():
 
 def test_tables_and_stills():
     rows = {row["format"]: row for row in format_rows()}
-    assert rows["fp16"]["largest"] == "65504"
-    assert rows["bf16"]["gap at 1"] == "2^-7"
+    assert (rows["fp16"]["largest"], rows["bf16"]["gap at 1"]) == ("65504", "2^-7")
     errors = {row["format"]: row["relative error"] for row in everywhere(0.1)}
     assert float(errors["fp32"]) < float(errors["fp16"]) < float(errors["bf16"]) < float(errors["e5m2"])
 
@@ -85,11 +84,8 @@ def test_answers_a_second_way():
     asked = {name: q["truth"] for name, q in WORDS["question"].items()}
     assert asked["smallest"] == 2.0 ** (1 - 7) / 2**7
     assert asked["pattern"] == torch.tensor(-2.0).half().view(torch.int16).item() % 2**16
-    assert asked["bf16"] == 8 - (130 - 126)
-    assert asked["beyond"] == 28.0
-    assert asked["range"] == 127 + 126 + 1
-    assert WORDS["predict"]["tenth"]["right"] == "b"
-    assert WORDS["predict"]["last_bit"]["right"] == "c"
+    assert asked == asked | {"bf16": 8 - (130 - 126), "beyond": 28.0, "range": 127 + 126 + 1}
+    assert (WORDS["predict"]["tenth"]["right"], WORDS["predict"]["last_bit"]["right"]) == ("b", "c")
     for (sign, exponent, fraction), value in WORDS["task"]["cases"]:
         pattern = torch.tensor(sign << 15 | exponent << 10 | fraction, dtype=torch.int32).to(torch.int16)
         assert pattern.view(torch.float16).item() == value

@@ -24,9 +24,8 @@ def counted(values, exponent, fmt):
 def test_shares_are_counted_between_the_ends_of_the_ranges(fmt, exponent):
     form = get_format(fmt)
     ends = np.array([form.zero_up_to, form.min_normal - form.zero_up_to, form.overflow_edge]) / 2.0**exponent  # ties
-    values = np.array(
-        [*gradients_of_digits()[720, "activations"], *ends, *np.nextafter(ends, 0), *np.nextafter(ends, 1e39)]
-    )
+    beside = (ends, np.nextafter(ends, 0), np.nextafter(ends, 1e39))
+    values = np.concatenate([gradients_of_digits()[720, "activations"], *beside])
     seen = [share[exponent == SCALES] for share in shares(values, form).values()]
     np.testing.assert_allclose(np.ravel(seen), counted(values, exponent, fmt), atol=1e-12)
 

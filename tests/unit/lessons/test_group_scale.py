@@ -60,8 +60,7 @@ def test_replayed_scales_are_those_of_a_real_training(way):
 
 def test_what_survives_and_grows_in_a_real_training():
     _, _, kept = trained(3, "one scale", "E5M2", 18, 4, 60)
-    assert kept[0] < 0.5
-    assert kept[-1] > 0.95
+    assert kept[0] < 0.5 < 0.95 < kept[-1]
     scales, began, _ = trained(3, "scale per group", "E5M2", 18, 4, 60)
     assert not began[:, :2].any()  # 60 steps double these scales 15 times, to 2^33
     assert scales[-1, 0] > 2**12 * scales[-1, 3]
@@ -72,13 +71,11 @@ def test_what_the_lesson_says():
     three, shallow, deep = (group_scale(depth=depth).numbers for depth in (3, 1, 5))
     assert three["skipped_own"][-1] > three["skipped_one"][-1] > 0
     assert shallow["survive_one"][-1].min() > 0.99
-    assert deep["survive_one"][-1, 0] == 0
-    assert deep["survive_one"][-1, 1] < 0.1
+    assert deep["survive_one"][-1, 0] == 0 <= deep["survive_one"][-1, 1] < 0.1
     assert group_scale(fmt="float16", depth=5).numbers["survive_one"][-1, 0] == 0
     assert group_scale(fmt="float16").numbers["survive_one"][-1, 0] > 0.9
     assert three["survive_own"][-1, 0] > 0.9
-    slow = group_scale(window=50).numbers
-    assert slow["skipped_own"][-1] == 0
+    assert group_scale(window=50).numbers["skipped_own"][-1] == 0
 
 
 def test_answers_a_second_way():

@@ -10,10 +10,9 @@ from mpkit.view.words import words
 def test_a_good_step_moves_and_a_bad_one_does_not():
     good, bad, high = one_step(16, False), one_step(16, True), one_step(30, False)
     assert 0.001 < good.change < 0.01
-    assert not good.skipped
-    assert bad.skipped
     assert bad.change == 0
-    assert high.skipped  # the batch is fine; 2^30 is too large a scale for float16
+    # the third batch is fine; 2^30 is too large a scale for float16
+    assert [bool(w.skipped) for w in (good, bad, high)] == [False, True, True]
     assert [float(w.phases[-1].seen.split()[-1]) for w in (good, bad, high)] == [2.0**16, 2.0**15, 2.0**29]
 
 
@@ -47,9 +46,8 @@ def test_the_right_order_alone_does_not_depend_on_the_scale():
     right, early = seen[ORDERS[0]], seen[ORDERS[1]]
     assert max(right) / min(right) < 1.001
     assert abs(early[0] / early[20] / 2**20 - 1) < 0.01
-    assert orders(max_norm=4.0).numbers["norms"][ORDERS[0]][10] == pytest.approx(
-        float(micro_gradients(4).mean(0).norm())
-    )
+    whole = float(micro_gradients(4).mean(0).norm())
+    assert orders(max_norm=4.0).numbers["norms"][ORDERS[0]][10] == pytest.approx(whole)
 
 
 def test_with_one_micro_batch_unscaling_each_is_unscaling_once():
@@ -62,7 +60,5 @@ def test_with_one_micro_batch_unscaling_each_is_unscaling_once():
 
 def test_answers_a_second_way():
     asked = {name: q["truth"] for name, q in words("step")["question"].items()}
-    assert asked["scale"] == 4096 / 2
-    assert asked["weights"] == 100 - 4
     assert asked["clip"] == pytest.approx(0.25 / 4096, rel=1e-4)
-    assert asked["divisions"] == 2**3
+    assert asked == asked | {"scale": 4096 / 2, "weights": 100 - 4, "divisions": 2**3}
