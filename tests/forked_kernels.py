@@ -134,6 +134,7 @@ def run(sock: socket.socket) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
+    tempfile.tempdir = None  # the server's is of the one who started it
     os.environ.pop("JPY_PARENT_PID", None)  # the server is the parent; the asker's end is seen below
 
     def end_with_the_asker() -> None:
@@ -158,4 +159,5 @@ def alive(process: int) -> bool:
 
 
 if __name__ == "__main__":
-    (ask if len(sys.argv) > 3 else serve)(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    # what an asker adds to the command, a level of its log say, is no matter here
+    (ask if len(sys.argv) > 3 else serve)(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:4])

@@ -36,6 +36,7 @@ HERE = Path(__file__).resolve().parent
 # a kernel that was stopped leaves a task, whose traceback would stand between the rows, and parse while a lab is parsed
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 WORDS, VALUE = 300, 2**22  # characters of what is told of a question, and of what is read of an answer's values
+KERNEL = [sys.executable, "-m", "ipykernel_launcher", "-f"]  # the name of its connection file follows
 KEPT = ("PATH", "PYTHONPATH", "MPKIT_DATA", "LD_LIBRARY_PATH", "LANG")  # of the environment; what a kernel gets of it
 # 6 GiB of data, files of 64 MiB; then a cover over each folder that is named before "--", and what is named after it
 COVERED = "ulimit -c 0; ulimit -d 6291456; ulimit -f 131072; "
@@ -243,7 +244,7 @@ def kernel(seconds: float, hidden: tuple[Path, ...] = ()) -> Iterator[NotebookCl
     with tempfile.TemporaryDirectory(prefix="lab-") as home:
         manager = AsyncKernelManager(transport="tcp" if os.name == "nt" else "ipc", connection_file=f"{home}/c.json")
         shell = ["sh", "-c", COVERED, "sh", *(map(str, hidden) if walls() else ()), "--"] if os.name != "nt" else []
-        command = [*walls(), *shell, sys.executable, "-m", "ipykernel_launcher", "-f", f"{home}/c.json"]
+        command = [*walls(), *shell, *KERNEL, f"{home}/c.json"]
         manager.format_kernel_cmd = lambda extra_arguments=None: command
         environment = {key: os.environ[key] for key in KEPT if key in os.environ}
         environment |= {"HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
