@@ -215,15 +215,13 @@ def again(thing: Any, how: str, fresh: Callable[[], Any]) -> Any:
 
 def answer(client: Any, code: str) -> str:
     """What a kernel prints, returns, or the name of what it raises, when it runs `code`."""
-    found = []
+    found, kinds = [], ("stream", "execute_result", "error")
     client.execute_interactive(
         code,
         allow_stdin=False,
         stop_on_error=False,  # or the kernel leaves undone what it is asked a moment after an error
         timeout=120,
-        output_hook=lambda m: (
-            found.append(m["content"]) if m["msg_type"] in ("stream", "execute_result", "error") else 0
-        ),
+        output_hook=lambda m: found.append(m["content"]) if m["msg_type"] in kinds else None,
     )
     return " ".join(f.get("text") or f.get("ename") or f["data"]["text/plain"] for f in found).strip()
 

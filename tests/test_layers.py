@@ -63,9 +63,7 @@ def test_every_module_has_a_layer_and_imports_downward():
 
 
 def test_the_check_sees_absolute_relative_and_local_imports():
-    source = (
-        "from mpkit.boost import auto\nimport mpkit.view\nfrom .. import boost\ndef f():\n from mpkit import model\n"
-    )
+    source = "from mpkit.boost import auto\nimport mpkit.view\nfrom .. import boost\ndef f():\n from mpkit import model"
     assert [found.split(":")[0] for found in upward_imports(source, "mpkit.casting.levels")] == ["1", "2", "3", "5"]
     assert upward_imports("from mpkit import formats\nimport torch", "mpkit.casting") == []
 

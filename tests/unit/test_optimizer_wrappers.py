@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import weakref
 
 import pytest
 import torch
 from stepping import stepped
+from support import AGAIN, again
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -148,29 +148,25 @@ def test_a_weight_that_somebody_writes_leaves_no_remainder_of_the_old_one(before
     assert w.item() == after
 
 
-@pytest.mark.parametrize("way", ["stochastic", "kahan"])
-def test_adam_resumes_bit_for_bit(way):
-    def made() -> tuple[nn.Module, BFloat16Weights]:
-        torch.manual_seed(0)
-        net = nn.Linear(8, 4).to(torch.bfloat16)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, opt.Adam])
+@pytest.mark.parametrize("how", AGAIN)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_or_a_resumed_run_trains_itself_on_the_same_bits(way, how, kind):
+    def made(start: Tensor) -> BFloat16Weights:
         generator = torch.Generator().manual_seed(3)
-        return net, BFloat16Weights(torch.optim.AdamW(net.parameters(), 1e-2), way, generator=generator)
+        return BFloat16Weights(kind([nn.Parameter(start.detach().clone())], 1e-2), way, generator=generator)
 
-    def train(net: nn.Module, optimizer: BFloat16Weights, start: int) -> None:
-        for step in range(start, start + 4):
-            optimizer.zero_grad()
-            net(torch.full((2, 8), 0.1 * step, dtype=torch.bfloat16)).square().sum().backward()
-            optimizer.step()
-
-    net, optimizer = made()
-    train(net, optimizer, 0)
-    other, resumed = made()
-    other.load_state_dict(net.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
-    train(net, optimizer, 4)
-    train(other, resumed, 4)
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters()))
-    assert all(p.dtype is torch.bfloat16 for p in net.parameters())
+    optimizer = made((1 + torch.rand(64)).bfloat16())
+    (weight,) = optimizer.param_groups[0]["params"]
+    for gradient in (0.1, -0.3, 0.2):
+        stepped(optimizer, gradient)
+    twin, before = again(optimizer, how, lambda: made(weight)), weight.detach().clone()
+    for one in (twin, optimizer):
+        assert torch.equal(weight, before)
+        for gradient in (0.5, -0.1, 0.4):
+            stepped(one, gradient)
+    assert torch.equal(twin.param_groups[0]["params"][0], weight)
+    assert weight.dtype is torch.bfloat16
 
 
 def test_bad_input_is_refused_with_the_way_out():
@@ -239,22 +235,6 @@ def test_a_momentum_from_before_goes_on_in_bfloat16_weights():
     stepped(opt.BFloat16Weights(inner, "kahan"))
     stepped(plain)
     assert p.tolist() == q.tolist() == [-0.25] * 4
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_of_bfloat16_weights_trains_itself_on_the_same_bits(way, copied):
-    generator = torch.Generator().manual_seed(1)
-    optimizer = opt.BFloat16Weights(opt.Adam([bfloat16_weights()], 1e-3), way, generator=generator)
-    stepped(optimizer)
-    twin = copied(optimizer)
-    before = optimizer.param_groups[0]["params"][0].clone()
-    for _ in range(5):
-        stepped(twin)
-    assert torch.equal(before, optimizer.param_groups[0]["params"][0])
-    for _ in range(5):
-        stepped(optimizer)
-    assert torch.equal(twin.param_groups[0]["params"][0], optimizer.param_groups[0]["params"][0])
 
 
 def test_an_error_inside_leaves_bfloat16_weights_in_their_place():

@@ -229,6 +229,7 @@ BACK_AND_GROW = {"hold_at_overflow": False, "refill_on_growth": True, "hysteresi
 
 
 DIVIDES = {"backoff_factor": 1.0, "backoff_divisor": 2.0}
+DOUBLE = {"scale_bits": 64, "hold_at_overflow": False}
 MULTIPLIES = {"backoff_factor": 0.5, "backoff_divisor": 1.0}
 
 
@@ -238,17 +239,14 @@ WRITTEN_DOWN: dict[str, dict[str, Any]] = {  # what differs from torch's rule, a
     "keras3": {"init_scale": 2.0**15, "hold_at_overflow": False, "flush_subnormal": True},
     "tf_keras": {"init_scale": 2.0**15, "min_scale": 1.0, "growth_ge": True},
     "tf_v1": {"init_scale": 2.0**15, "min_scale": 1.0, "growth_ge": True},
-    "apex": {"max_scale": 2.0**24, "scale_bits": 64, "hold_at_overflow": False, "error_at_zero": True},
+    "apex": {**DOUBLE, "max_scale": 2.0**24, "error_at_zero": True},
     "deepspeed": {
         **BACK_AND_GROW, **DIVIDES, "min_scale": 1.0, "scale_bits": 64, "first_growth_lag": 1, "raise_at_min": True,
         "error_at_inf": True,
     },
     "megatron": {**BACK_AND_GROW, "init_scale": 2.0**32, "min_scale": 1.0},
     "colossalai": BACK_AND_GROW,
-    "fairseq": {
-        **DIVIDES, "init_scale": 2.0**15, "scale_bits": 64, "hold_at_overflow": False, "tolerance": 0.0,
-        "stop_at": 1e-4,
-    },
+    "fairseq": {**DIVIDES, **DOUBLE, "init_scale": 2.0**15, "tolerance": 0.0, "stop_at": 1e-4},
     "jmp": {**DIVIDES, "init_scale": 8.0, "min_scale": 1.0, "flush_subnormal": True},
     "flax": {
         "min_scale": 2.0**-126, "max_scale": FLOAT32_MAX, "first_growth_lag": 1, "next_growth_lag": 1,
@@ -259,14 +257,12 @@ WRITTEN_DOWN: dict[str, dict[str, Any]] = {  # what differs from torch's rule, a
         "init_scale": 2.0**15, "backoff_factor": float(np.float32(0.8)), "growth_interval": 1000, "min_scale": 1.0,
         "hysteresis": 2, "refill_on_finite": True, "refill_on_backoff": True,
     },
-    "mxnet": {"max_scale": 2.0**24, "scale_bits": 64, "hold_at_overflow": False, "delayed": True},
+    "mxnet": {**DOUBLE, "max_scale": 2.0**24, "delayed": True},
     "mindspore_scaler": {**DIVIDES, "init_scale": 8.0, "growth_interval": 3, "min_scale": 1.0, "flush_subnormal": True},
     "mindspore_cell": {
         "init_scale": 8.0, "growth_interval": 3, "min_scale": 1.0, "hold_at_overflow": False, "growth_ge": True,
     },
-    "mindspore_manager": {
-        "init_scale": 2.0**24, "min_scale": 1.0, "scale_bits": 64, "hold_at_overflow": False, "max_consecutive": 1000,
-    },
+    "mindspore_manager": {**DOUBLE, "init_scale": 2.0**24, "min_scale": 1.0, "max_consecutive": 1000},
 }  # fmt: skip
 
 
@@ -285,8 +281,8 @@ def test_a_preset_is_the_policy_that_the_reference_writes_down(framework: str) -
 def test_the_layers_of_fairscale_have_one_policy_with_a_start_each() -> None:
     policy = preset("fairscale_layerwise", layer_scale_dict={"a": 1024.0, "b": 2.0**-100})
     assert torch.as_tensor(policy.init_scale).tolist() == [1024.0, 2.0**-100]
-    given = {"growth_interval": 10000, "min_scale": 2.0**-126, "max_scale": FLOAT32_MAX, "scale_bits": 64}
-    given |= {"hold_at_overflow": False, "clamp_both_ways": True, "layers": ("a", "b"), "name": "fairscale_layerwise"}
+    given = DOUBLE | {"growth_interval": 10000, "min_scale": 2.0**-126, "max_scale": FLOAT32_MAX}
+    given |= {"clamp_both_ways": True, "layers": ("a", "b"), "name": "fairscale_layerwise"}
     assert replace(policy, init_scale=2.0**16) == ScalePolicy(**given)
 
 

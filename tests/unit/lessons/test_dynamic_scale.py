@@ -29,9 +29,7 @@ def by_hand(ceiling, start, factor, window, floor):
 
 
 @pytest.mark.parametrize("name", ["gpt_sums", "mlp_digits", "rare_outliers", "growing_activations"])
-@pytest.mark.parametrize(
-    ("start", "factor", "window", "floor"), [(24, 2.0, 50, 0), (16, 4.0, 1, 3), (32, 1.25, 400, -24)]
-)
+@pytest.mark.parametrize(("start", "factor", "window", "floor"), [(24, 2, 50, 0), (16, 4, 1, 3), (32, 1.25, 400, -24)])
 def test_the_scale_follows_the_rule_of_the_table(name, start, factor, window, floor):
     seen = dynamics(run=name, start=start, factor=factor, window=window, floor=floor).numbers
     want = by_hand(seen["ceiling"], start, factor, window, floor)

@@ -18,8 +18,7 @@ def test_a_number_is_stored_as_torch_stores_it(number):
     seen = bits(number=number).numbers
     exact = {"1/3": 1 / 3, "2^-14": 2.0**-14, "−2⁻²⁴": -(2.0**-24)}.get(number) or float(number)
     half = torch.tensor(exact, dtype=torch.float64).half()
-    assert seen["value"] == half.item()
-    assert seen["pattern"] == half.view(torch.int16).item() % 2**16
+    assert (seen["value"], seen["pattern"]) == (half.item(), half.view(torch.int16).item() % 2**16)
     assert seen["below"] < seen["value"] < seen["above"] or seen["value"] == 65504
 
 

@@ -15,9 +15,7 @@ WORDS = words("schedules")
 
 
 @pytest.mark.parametrize("stair", [False, True])
-@pytest.mark.parametrize(
-    ("rate", "factor", "span", "power", "warmup"), [(0.1, 0.5, 60, 0.5, 0), (0.4, 1.5, 20, 2.0, 40)]
-)
+@pytest.mark.parametrize(("rate", "factor", "span", "power", "warmup"), [(0.1, 0.5, 60, 0.5, 0), (0.4, 1.5, 20, 2, 40)])
 def test_five_schedules_by_the_formulas_of_the_lesson(rate, factor, span, power, stair, warmup):
     view = schedules(rate=rate, factor=factor, span=span, power=power, stair=stair, warmup=warmup, step=warmup + 10)
     for step in (0, warmup, warmup + 10, warmup + span, 199):
