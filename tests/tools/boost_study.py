@@ -118,9 +118,7 @@ def _contender(setting: Setting, device: torch.device, boost: AutoBoost) -> Cont
     return Contender(lambda: cell(x, y), optimizer, net, tuple(getattr(optimizer, "strategy", ())))
 
 
-def _by_index(
-    contenders: Mapping[str, Contender], rounds: int, look: Callable[[Contender], Any]
-) -> dict[Any, list[Any]]:
+def _by_index(contenders: Mapping[str, Contender], rounds: int, look: Callable[..., Any]) -> dict[Any, list[Any]]:
     """What `look` sees in a step of each network of `INDEXED` at each freeze index, (name, index) -> round by round."""
     found: dict[Any, list[Any]] = {}
     for _ in range(rounds):

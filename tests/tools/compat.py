@@ -48,7 +48,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.casting import LEVELS, PRESETS, Ledger, auto_mixed_precision, cast_like, ledger, remove_mixed_precision
-from mpkit.formats import BF16, E4M3FN, E5M2, FloatFormat
+from mpkit.formats import BF16, E4M3FN, E5M2
+from mpkit.rounding import round_to
 
 STORED = Path(__file__).parents[2] / "data" / "benchmarks" / "compat.json"
 FUSED = 2.0**-18  # times 16: what another order of float32 operations may change, far below a cast left out
@@ -194,16 +195,10 @@ def _rounded(value: Any, to: Any) -> Any:
         if not isinstance(x, Tensor) or x.dtype is not torch.float32 or x.layout is not torch.strided:
             return x
         with torch.no_grad():
-            y = x.to(torch.bfloat16).float() if isinstance(to, torch.dtype) else _round(x, to)
+            y = x.to(torch.bfloat16).float() if isinstance(to, torch.dtype) else round_to(x.detach(), to)
         return y.requires_grad_(x.requires_grad)
 
     return tree_map(low, value)
-
-
-def _round(x: Tensor, fmt: FloatFormat) -> Tensor:
-    from mpkit.rounding import round_to
-
-    return round_to(x.detach(), fmt)
 
 
 def within(got: list[Tensor], want: list[Tensor], nearby: list[Tensor], eps: float, largest: float = math.inf) -> bool:

@@ -57,9 +57,7 @@ def printed(made: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None, *, run: Callable[..., Any] = subprocess.run) -> int:
-    parser = argparse.ArgumentParser(
-        prog="make gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser("make gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes")
     parser.add_argument("--only", nargs="+", metavar="TOPIC", help="topics of `python -m mpkit.bench`")
     parser.add_argument("--folder", type=Path, default=STORED, help="where the file goes")

@@ -46,14 +46,7 @@ OWN = {  # module -> what the names of its test files begin with; EVERY: those o
     "formats": ("test_formats", "test_numbers"),
     "rounding": ("test_rounding", "test_numbers"),
     "blocks": ("test_blocks", "test_numbers", "test_golden_recipes"),
-    "casting": (
-        "test_casting",
-        "test_precision",
-        "test_recipes",
-        "test_ledger",
-        "test_golden_casting",
-        "test_golden_l",
-    ),
+    "casting": ("test_casting", "test_precision", "test_recipes", "test_ledger", "test_golden_c", "test_golden_l"),
     "policies": ("test_policies", "test_golden_scalers", "test_tensor_scale"),
     "scalers": ("test_scalers", "test_golden_scalers", "test_tensor_scale"),
     "step": ("test_step", "test_golden_step", "test_clip", "test_build", "test_accumulation"),
@@ -378,10 +371,8 @@ def main() -> int:
         reached, chosen = Reached.measured(copies[0], [*asked]), drawn(every, options)
         print(f"{len(reached.seconds)} tests, {sum(reached.seconds.values()):.0f} s", flush=True)
         told = FORK.SimpleQueue()
-        workers = [
-            FORK.Process(target=_worker, args=(k, copies[k], told, chosen, reached, options))
-            for k in range(options.jobs)
-        ]
+        given = told, chosen, reached, options
+        workers = [FORK.Process(target=_worker, args=(k, copy, *given)) for k, copy in enumerate(copies)]
         try:
             for worker in workers:
                 worker.start()

@@ -81,7 +81,8 @@ def python_of(name: str) -> str:
 
 def differing(variant: Variant, jobs: int, paths: Sequence[str]) -> list[str]:
     """The cells and tests that fail on a variant; pytest's report is printed where there are any."""
-    found_by = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "tools" / "jitter")])}
+    own = {k: v for k, v in os.environ.items() if k != FOLDER} | {"OMP_NUM_THREADS": "1"}
+    own |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "tools" / "jitter")])}
     python = [python_of(variant.python), "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     ignored = [f"--ignore-glob=*/test_{name}.py" for name in ELSEWHERE]
     ignored += ["--ignore=tests/tools", "--ignore=tests/page"]
@@ -90,11 +91,7 @@ def differing(variant: Variant, jobs: int, paths: Sequence[str]) -> list[str]:
         compiled = {"TORCHINDUCTOR_CACHE_DIR": folder} if variant.variables else {}
         done = subprocess.run(
             [*python, "-n", str(jobs), "--dist", "loadfile", *ignored, *paths],
-            env={k: v for k, v in os.environ.items() if k != FOLDER}
-            | {"OMP_NUM_THREADS": "1"}
-            | found_by
-            | compiled
-            | variant.variables,
+            env=own | compiled | variant.variables,
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,

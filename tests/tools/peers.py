@@ -68,9 +68,7 @@ def layer(name: str, width: int) -> nn.Module:
     return float8.convert_to_float8_training(nn.Sequential(nn.Linear(width, width, bias=False)), config=config)
 
 
-def beside(
-    topic: str, case: str, peer: str, make: Callable[[], object], mine: Callable[[], object], goal: float | None
-):
+def beside(topic: str, case: str, peer: str, make: Callable, mine: Callable, goal: float | None):
     """mpkit's time over a peer's, printed; a peer may fail in any way: not there, no compiler, another version."""
     try:
         contenders = {peer: make(), "mpkit": mine}

@@ -117,9 +117,8 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
         (tmp_path / name).write_text(text)
     code = "import sys, mutants; mutants.WARM = (); sys.exit(mutants.main())"
     asked = ["--only", "formats", "--root", str(tmp_path), "--write", str(tmp_path / "out.json")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *asked], cwd=ROOT / "tests" / "tools", capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", code, *asked]
+    done = subprocess.run(command, cwd=ROOT / "tests" / "tools", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(line.split("[")[0].strip() for line in done.stdout.splitlines() if "mpkit/formats.py:" in line)
     assert lines == [

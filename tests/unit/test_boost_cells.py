@@ -64,8 +64,7 @@ def test_the_named_methods_say_when_they_do_not_apply() -> None:
     marked: Any = momentum(net)
     marked.adasum = True  # asks for it, but this is one process
     cell = BoostTrainOneStepCell(net, marked)
-    assert not cell.check_adasum_enable()
-    assert not cell.check_dim_reduce_enable()
+    assert (cell.check_adasum_enable(), cell.check_dim_reduce_enable()) == (False, False)
     loss = torch.tensor(0.0)
     with pytest.raises(RuntimeError, match="accumulation is off"):
         cell.gradient_accumulation_process(loss, [], loss, *batch())
@@ -130,9 +129,7 @@ def test_dim_reduce_takes_scaled_gradients_and_skips_an_overflow(tmp_path: Path)
 
 def test_build_train_network_reaches_boost() -> None:
     net, config = networks.resnet18(width=4), {"grad_freeze": {"total_steps": 12}}
-    cell: Any = build_train_network(
-        net, momentum(net), nn.CrossEntropyLoss(), boost_level="O1", boost_config_dict=config
-    )
+    cell = build_train_network(net, momentum(net), nn.CrossEntropyLoss(), boost_level="O1", boost_config_dict=config)
     assert (type(cell), type(cell.network.backbone)) == (BoostTrainOneStepCell, LessBN)
     assert len(cell.optimizer.strategy) == 12
     assert isinstance(cell(torch.randn(2, 3, 8, 8), torch.tensor([0, 1])), StepOutcome)

@@ -56,16 +56,8 @@ class Functions(nn.Module):
 
 
 def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.Flatten(),
-        nn.Linear(64, 8),
-        nn.LayerNorm(8),
-        nn.Linear(8, 3, bias=False),
-        nn.Softmax(-1),
-    )
+    features = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
+    return nn.Sequential(*features, nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 3, bias=False), nn.Softmax(-1))
 
 
 def shared() -> nn.Module:
@@ -79,7 +71,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any,
     "convolutional": (convolutional, lambda: ((torch.randn(3, 1, 6, 6),), {})),
     "functions": (
         Functions,
-        lambda: ((torch.randn(5, 4),), {"index": torch.arange(5), "extra": {"x": torch.randn(2)}}),
+        lambda: ((torch.randn(5, 4),), {"index": torch.arange(5), "extra": {"x": torch.ones(2)}}),
     ),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
@@ -99,9 +91,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any,
         lambda: ((torch.randn(2, 2, 4, 4),), {}),
     ),
     "padded": (
-        lambda: nn.Sequential(
-            nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), nn.InstanceNorm1d(3, affine=True)
-        ),
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3, 1, 1, padding_mode="circular"), nn.InstanceNorm1d(3, affine=True)),
         lambda: ((torch.randn(2, 2, 6),), {}),
     ),
 }
@@ -163,10 +153,7 @@ def test_every_network_runs_and_trains_at_every_level(name: str, level: str, dty
     network, args, kwargs = made(name)
     want = tensors(copy.deepcopy(network)(*args, **kwargs))
     keys, types = list(network.state_dict()), [type(m) for m in network.modules()]
-    if level in PRESETS:
-        same = cast_like(network, level, dtype)
-    else:
-        same = auto_mixed_precision(network, level, dtype)
+    same = (cast_like if level in PRESETS else auto_mixed_precision)(network, level, dtype)
     out = network(*args, **kwargs)
     total(out).backward()
 
@@ -187,9 +174,8 @@ def test_every_network_runs_and_trains_at_every_level(name: str, level: str, dty
 
 def test_bias_is_added_after_the_product_was_rounded() -> None:
     layer = nn.Linear(1, 1)
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-        layer.bias.fill_(2.0**-11)  # half an fp16 ulp of 1
+    nn.init.constant_(layer.weight, 1.0)
+    nn.init.constant_(layer.bias, 2.0**-11)  # half an fp16 ulp of 1
     x = torch.tensor([[1 + 2.0**-11 + 2.0**-12]])  # rounds to 1 + 2**-10
     # rounded to 1 + 2**-10, plus half an ulp: a tie, to even: 1 + 2 * 2**-10
     assert auto_mixed_precision(copy.deepcopy(layer), "O3")(x).item() == 1 + 2 * 2.0**-10

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mpkit.casting import auto_mixed_precision, cast_like
 from mpkit.formats import E4M3FN, FloatFormat
 
+bf16 = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler raises some
 
 
@@ -30,16 +31,24 @@ def run(network: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     return floats
 
 
-def compare(level: str, dtype: Any, name: str, backend: str) -> None:
+QUICK = {"functions": ("O1", "O2"), "convolutional": ("O3",), "attention": ("auto",)}
+SLOW = {"attention": ("O1", "O2"), "functions": ("auto", "torch_autocast"), "convolutional": ("auto",)}
+CASES: list[Any] = [(level, bf16, name, "aot_eager") for name, levels in QUICK.items() for level in levels]
+OTHERS = [(level, bf16, name, "aot_eager") for name, levels in SLOW.items() for level in levels]
+OTHERS += [("O2", E4M3FN, "shared", "aot_eager"), *((level, bf16, "shared", "inductor") for level in CASTING_LEVELS)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS]
+
+
+@pytest.mark.parametrize(("level", "dtype", "name", "backend"), CASES)
+def test_a_level_compiles_without_a_graph_break_and_equals_eager(
+    level: str, dtype: Any, name: str, backend: str
+) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # a reset keeps them, those of other tests too
     network, args, kwargs = made(name)
     if name == "convolutional":
         network[2] = nn.ReLU()
-    if level == "torch_autocast":
-        cast_like(network, level, dtype)
-    else:
-        auto_mixed_precision(network, level, dtype)
+    (cast_like if level == "torch_autocast" else auto_mixed_precision)(network, level, dtype)
     twin = copy.deepcopy(network)
     want = run(network, args, kwargs)
     graphs = torch._dynamo.utils.counters["graph_break"]
@@ -56,36 +65,6 @@ def compare(level: str, dtype: Any, name: str, backend: str) -> None:
         if p.grad is not None:
             assert q.grad is not None
             assert (p.grad - q.grad).abs().max() <= 4 * eps(dtype) * max(float(p.grad.abs().max()), 0.1 * largest)
-
-
-SLOW = pytest.mark.slow
-CASES = [
-    ("O1", "functions"),
-    ("O2", "functions"),
-    ("O3", "convolutional"),
-    ("auto", "attention"),
-    pytest.param("O1", "attention", marks=SLOW),
-    pytest.param("O2", "attention", marks=SLOW),
-    pytest.param("auto", "functions", marks=SLOW),
-    pytest.param("auto", "convolutional", marks=SLOW),
-    pytest.param("torch_autocast", "functions", marks=SLOW),
-]
-
-
-@pytest.mark.parametrize(("level", "name"), CASES)
-def test_a_level_compiles_without_a_graph_break_and_equals_eager(level: str, name: str) -> None:
-    compare(level, torch.bfloat16, name, "aot_eager")
-
-
-@pytest.mark.slow
-def test_an_emulated_level_compiles_too() -> None:
-    compare("O2", E4M3FN, "shared", "aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", CASTING_LEVELS)
-def test_a_level_compiles_with_inductor(level: str) -> None:
-    compare(level, torch.bfloat16, "shared", "inductor")
 
 
 def test_changing_the_level_of_a_compiled_network_compiles_it_again() -> None:

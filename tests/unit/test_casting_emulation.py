@@ -159,10 +159,8 @@ ALIKE = {
         "beside a format they stay float32, as those of a batch norm do",
     ),
 }
-REASONS: dict[Any, dict[str, str]] = {
-    BF16: ALIKE,
-    FP16: {**ALIKE, **dict.fromkeys((*KINDS, *(f"Lazy{kind}" for kind in KINDS)), FLOAT32)},
-}
+CONVOLUTIONS = dict.fromkeys((*KINDS, *(f"Lazy{kind}" for kind in KINDS)), FLOAT32)
+REASONS: dict[Any, dict[str, str]] = {BF16: ALIKE, FP16: {**ALIKE, **CONVOLUTIONS}}
 
 
 @pytest.mark.filterwarnings("ignore")

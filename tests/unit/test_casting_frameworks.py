@@ -35,8 +35,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "the kernel of a resampling": (lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [3, 3], False), (IMAGE,)),
     "the kernel of another": (lambda x: torch._C._nn.upsample_nearest2d(x, [3, 3]), (IMAGE,)),
     "the kernel of a norm": (lambda x: torch.frobenius_norm(x, 1), (A,)),
-    "the kernel of a loss": (
-        lambda x: torch._C._nn.nll_loss2d(x, x.new_zeros(1, 6, 6, dtype=torch.long), None, 1, -100),
+    "a loss's kernel": (
+        lambda x: torch._C._nn.nll_loss2d(x, x.new_zeros(1, 6, 6).long(), None, 1, -100),
         (IMAGE,),
     ),
     "the kernel of a grid": (lambda x, y: torch.grid_sampler(x, y, 0, 0, False), (IMAGE, torch.rand(1, 3, 3, 2))),

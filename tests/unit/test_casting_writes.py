@@ -114,9 +114,7 @@ BESIDE: dict[str, Callable[[Any, Tensor], Any]] = {
     "huber_loss": lambda m, h: F.huber_loss(h, torch.ones(4, 4)),
     "meshgrid": lambda m, h: torch.meshgrid(h[0], torch.ones(4), indexing="ij")[0],
     "cartesian_prod": lambda m, h: torch.cartesian_prod(h[0], torch.ones(4)),
-    "fractional_max_pool2d": lambda m, h: F.fractional_max_pool2d(
-        h[None], 2, 2, _random_samples=torch.ones(1, 1, 2) / 2
-    ),
+    "fractional_max_pool": lambda m, h: F.fractional_max_pool2d(h[None], 2, 2, _random_samples=torch.ones(1, 1, 2) / 2),
     "max out": lambda m, h: torch.max(h.detach(), 0, out=(torch.zeros(4), ROWS.clone()))[0],
     "index_select out": lambda m, h: torch.index_select(h.detach(), 0, ROWS, out=torch.zeros(4, 4)),
     "a copy of a weight": lambda m, h: h * m.w[ROWS],

@@ -185,10 +185,8 @@ def test_the_lessons_of_a_checkout_hold_no_solution(tmp_path):
 def mpkit(*words, stdout=subprocess.PIPE, code="", **environment):
     """The command in a process of its own, which first runs `code`."""
     start = f"import sys\n{code}\nfrom mpkit.command import main\nsys.exit(main({[*words]!r}))"
-    given = {**os.environ, **environment}
-    return subprocess.run(
-        [sys.executable, "-c", start], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, env=given
-    )
+    command, given = [sys.executable, "-c", start], {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, env=given)
 
 
 def test_a_pipe_that_nobody_reads_any_more_ends_the_command_without_a_word():

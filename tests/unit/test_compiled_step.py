@@ -58,9 +58,7 @@ def test_a_compiled_freezeopt_makes_graphs_for_its_groups_and_not_for_its_steps(
 
 @writes_optimizers
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "optimizer", [lambda p: opt.SGD(p, [0.1, 0.05] * 8, 0.9), lambda p: torch.optim.AdamW(p, 0.01)]
-)
+@pytest.mark.parametrize("make", [lambda p: opt.SGD(p, [0.1, 0.05] * 8, 0.9), lambda p: torch.optim.AdamW(p, 0.01)])
 @pytest.mark.parametrize(
     "cell",
     [
@@ -74,14 +72,14 @@ def test_a_compiled_freezeopt_makes_graphs_for_its_groups_and_not_for_its_steps(
     ],
     ids=["plain", "accumulated", "boost's accumulation"],
 )
-def test_a_compiled_cell_makes_no_graph_for_its_later_steps(cell, optimizer):
+def test_a_compiled_cell_makes_no_graph_for_its_later_steps(cell, make):
     torch.compiler.reset()
     graphs, backend = counted()
 
     def made():
         torch.manual_seed(0)
         net = nn.Linear(2, 3)
-        return cell(WithLossCell(net, nn.CrossEntropyLoss()), optimizer(net.parameters()))
+        return cell(WithLossCell(net, nn.CrossEntropyLoss()), make(net.parameters()))
 
     compiled, eager = made(), made()
     run, counts = torch.compile(compiled, backend=backend), []

@@ -372,9 +372,7 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "batch", "loss", "options"), HEALTHY, ids=lambda v: v if isinstance(v, str) else ""
-)
+@pytest.mark.parametrize(("name", "make", "batch", "loss", "options"), HEALTHY, ids=[row[0] for row in HEALTHY])
 def test_no_false_alarm(name, make, batch, loss, options):
     report = diagnose(make(), batch, loss, **({"scale": 2.0**6} | options))
     assert report.verdict == "healthy", str(report)

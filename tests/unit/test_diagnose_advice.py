@@ -99,9 +99,10 @@ def test_the_hint_for_an_operation_ends_its_fault(key: str) -> None:
     assert diagnose(chain(Op(mended)), rows(), F.cross_entropy, scale=1.0).verdict == "healthy"
 
 
-@pytest.mark.parametrize(
-    "fault", [f for f in FAULTS if f.verdict in ("bad_data", "weights_non_finite")], ids=lambda fault: fault.name
-)
+BROKEN = [fault for fault in FAULTS if fault.verdict in ("bad_data", "weights_non_finite")]
+
+
+@pytest.mark.parametrize("fault", BROKEN, ids=lambda fault: fault.name)
 def test_bad_data_and_weights_are_well_once_repaired(fault: Fault) -> None:
     def repaired(t: Any) -> Any:
         if isinstance(t, tuple):
@@ -167,9 +168,7 @@ class Sample:
     ],
     ids=["a mapping of one's own", "a dataclass", "a dict"],
 )
-def test_a_batch_in_any_container_is_looked_into(
-    wrap: Callable[..., Any], read: Callable[..., Any], place: str
-) -> None:
+def test_a_batch_in_any_container_is_looked_into(wrap: Callable, read: Callable, place: str) -> None:
     class Takes(nn.Linear):
         def forward(self, *given: Any, **named: Tensor) -> Tensor:
             return super().forward(read(*given, **named))
@@ -249,9 +248,7 @@ def test_a_loss_that_is_a_method_of_the_network_computes_with_the_copy() -> None
 def test_what_cannot_be_copied_or_does_not_run_is_refused_in_a_sentence() -> None:
     network = chain()
     network.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(
-        TypeError, match=r"this Sequential cannot be copied: cannot pickle '_thread.lock' object; take off"
-    ):
+    with pytest.raises(TypeError, match=r"Sequential cannot be copied: cannot pickle '_thread.lock' object; take off"):
         diagnose(network, rows(), F.cross_entropy)
     with pytest.raises(RuntimeError, match=r"does not even run in float32: .*must have the same dtype"):
         diagnose(chain(Op(lambda x: x.half())), rows(), F.cross_entropy)
@@ -296,9 +293,7 @@ def test_a_log_of_zero_that_is_left_out_later_is_no_overflow_of_any_format(dtype
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**40])
 @pytest.mark.parametrize("hides", [torch.tanh, lambda x: x.nan_to_num() * 4])
-def test_an_overflow_that_a_later_operation_hides_is_the_first_one(
-    hides: Callable[[Tensor], Tensor], scale: float
-) -> None:
+def test_an_overflow_that_a_later_operation_hides_is_the_first_one(hides: Callable[..., Tensor], scale: float) -> None:
     """Neither what it leads to in the forward pass nor a scale that is too high as well comes before it."""
     report = diagnose(chain(TIMES, Op(hides)), rows(), F.cross_entropy, scale=scale)
     assert (report.verdict, report.module, report.operation) == ("forward_overflow", "fault", "mul"), str(report)
@@ -330,9 +325,7 @@ def inside(network: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("level", [None, "O2"])
 def test_autocast_inside_of_a_network_is_no_fault_of_the_model(level: str | None) -> None:
     report = diagnose(inside(chain(TIMES)), rows(), F.cross_entropy, level=level, scale=1.0)
-    assert (report.verdict, report.module, report.operation) == ("forward_overflow", "network.fault", "mul"), str(
-        report
-    )
+    assert (report.verdict, report.module, report.operation) == ("forward_overflow", "network.fault", "mul")
     assert report.loss == pytest.approx(F.cross_entropy(chain(TIMES)(rows()[0]), rows()[1]).item(), rel=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
         seen = diagnose(inside(chain(nn.ReLU())), rows(), F.cross_entropy, level=None, scale=1.0)

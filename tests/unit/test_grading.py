@@ -77,9 +77,7 @@ HARMLESS = {
     "a shell line": "!echo installed\n" + RIGHT,
     "help and a guard": RIGHT + "\nhelp(f)\nif __name__ == '__main__':\n    print(f(2.0))",
     "a star import": "from math import *\n" + RIGHT,
-    "pandas and a plot": "import pandas as pd\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()\n"
-    + RIGHT
-    + "\npd.DataFrame([f(1.0)])",
+    "pandas, plot": f"import pandas, matplotlib.pyplot as p\np.plot([1, 2]); p.show()\n{RIGHT}\npandas.Series(f(1.0))",
     "a class": "class Line:\n    def __call__(self, x):\n        return 2.0 * x + 1\nf = Line()",
     "NumPy's number": "import numpy as np\ndef f(x):\n    return np.float64(2.0) * x + 1",
     "global and eval": "a = 1\ndef f(x):\n    global a\n    a = 1\n    return 2.0 * x + eval('a')",
@@ -190,8 +188,7 @@ ANY = "class Any(float):\n    __hash__ = None\n    def __eq__(self, other):\n   
 ATTACKS = {
     "equal to everything": ANY + "def f(x):\n    return Any()",
     "a list equal to everything": "class L(list):\n    __eq__ = lambda self, other: True\ndef f(x):\n    return L()",
-    "built-ins of one's own": "import builtins\nbuiltins.all = lambda _: True\nbuiltins.float = lambda x: Any()\n"
-    + WRONG,
+    "built-ins of one's own": f"import builtins as b\nb.all = lambda _: True\nb.float = lambda x: Any()\n{WRONG}",
     "a patched module": "import math\nmath.isclose = lambda a, b: True\n" + WRONG,
     "a patched json": "import json\njson.dumps = lambda *a, **k: '[[1.0, 3.0, 5.0], []]'\n" + WRONG,
     "a patched display": "import IPython.display as d\nd.display = lambda *a, **k: None\n" + WRONG,

@@ -74,27 +74,17 @@ def test_the_wheel_holds_data_and_lessons_and_no_solution(archives):
         assert {f"notebooks/labs/{p.name}" for p in ROOT.glob("notebooks/instructor/lab*.ipynb")} <= names
         assert not any(b"### BEGIN" in wheel.read(name) for name in notebooks)
         assert f"mpkit-{mpkit.__version__}.dist-info/METADATA" in names
-    stored = {
-        p.relative_to(ROOT).as_posix()
-        for pattern in ("*.npz", "*.json", "*.zip")
-        for p in (ROOT / "data").rglob(pattern)
-    }
-    lessons = {p.relative_to(ROOT).as_posix() for p in LESSONS}
-    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "mpkit").rglob("*.py")}
+    stored = [p for pattern in ("*.npz", "*.json", "*.zip") for p in (ROOT / "data").rglob(pattern)]
+    needed = {p.relative_to(ROOT).as_posix() for p in (*stored, *LESSONS, *(ROOT / "mpkit").rglob("*.py"))}
     assert len(stored) > 10
-    assert stored | lessons | modules | {"mpkit/py.typed", "data/README.md"} <= names
+    assert needed | {"mpkit/py.typed", "data/README.md"} <= names
 
 
 def test_the_sdist_holds_what_the_tests_need(archives):
     with tarfile.open(archives[0]) as sdist:
         names = {name.split("/", 1)[-1] for name in sdist.getnames()}
-    assert {
-        "Makefile",
-        "constraints.txt",
-        ".ci/bootstrap.py",
-        "notebooks/instructor/labs.py",
-        "tests/support.py",
-    } <= names
+    needed = {"Makefile", "constraints.txt", ".ci/bootstrap.py", "notebooks/instructor/labs.py", "tests/support.py"}
+    assert needed <= names
 
 
 def test_the_example_of_the_readme_runs_where_mpkit_is_only_installed(installed):
