@@ -71,10 +71,9 @@ def auto_mixed_precision(
                     -inf of a mask becomes NaN in it; mask with -E4M3FN.max.
         grad_dtype: format of the gradients of an emulated format; None: the same format.
     Raises:  TypeError if `network` is no module (function at "auto"), or has a part that no level reaches (TorchScript,
-             nn.DataParallel, a forward that yields or awaits), and if the level is no string; ValueError for another
-             dtype or level. While it runs: NotImplementedError for sparse and nested operands and for an emulated
-             format under `torch.export` and `torch.func`, and torch's own error, with the way out, where torch has no
-             kernel in 16 bits.
+             nn.DataParallel, a forward that yields or awaits); ValueError for another dtype or level. While it runs:
+             NotImplementedError for sparse and nested operands and for an emulated format under `torch.export` and
+             `torch.func`, and torch's own error, with the way out, where torch has no kernel in 16 bits.
     Warns:   when `network` already runs at a level: it changes to the new one; see also above.
     Source:  MindSpore 2.7 amp.auto_mixed_precision. There O1 returns a rewritten copy, O2 and O3 a wrapper; here
              nothing is wrapped, renamed or replaced. As there, O1 and auto respect `to_float`, O2 and O3 override it,
@@ -90,7 +89,8 @@ def auto_mixed_precision(
         check_function("network", network, what)
         if any(kind(network) for kind in IN_STEPS):
             raise TypeError("a function that yields or awaits runs in steps; put the level on modules that it calls")
-    check_choice("amp_level", amp_level, LEVELS)
+    if amp_level not in LEVELS:
+        raise ValueError(f"amp_level is one of {', '.join(LEVELS)} (case matters), got {amp_level!r}")
     low = target_of(dtype, grad_dtype)
     if amp_level == "O0":
         return network

@@ -296,8 +296,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         for x in LEVELS
         for n in (3, None, nn.Linear)
     ),
-    *((lambda x=x: auto_mixed_precision(LAYER, x), ValueError, "amp_level") for x in ("O4", "o2", "", "AUTO")),
-    *((lambda x=x: auto_mixed_precision(LAYER, x), TypeError, "amp_level") for x in (None, 2)),
+    *((lambda x=x: auto_mixed_precision(LAYER, x), ValueError, "amp_level") for x in ("O4", "o2", None, 2, "", "AUTO")),
     *(
         (lambda x=x, d=d: auto_mixed_precision(LAYER, x, d), ValueError, r"torch\.float16, torch\.bfloat16")
         for x in LEVELS
