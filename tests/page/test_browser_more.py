@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from browser import NARROW, NOTEBOOKS, PATIENCE, Page, visit, written
+from forked_kernels import offered
 
 pytestmark = pytest.mark.browser
 
@@ -142,7 +143,7 @@ def test_a_saved_notebook_that_is_opened_again_keeps_its_picture(lab, context):
 def test_a_page_made_by_nbconvert_shows_the_picture(lab, context):
     path = written(lab, "page.ipynb", ONE)
     command = [sys.executable, "-m", "jupyter", "nbconvert", "--execute", "--to", "html", str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300, env=os.environ)
+    subprocess.run(command, check=True, capture_output=True, timeout=300, env=os.environ | offered())
     page = context.new_page()
     try:
         page.goto(path.with_suffix(".html").as_uri(), wait_until="domcontentloaded")
