@@ -75,7 +75,7 @@ def pair(see: Sheet, a=2.0, b=1.5, angle=60) -> None:
     see.grid(420, 960, cols=(1.35, 1))
     x, y = linear("first weight's update", -3.4, 6.4, 5), linear("second weight's update", -0.8, 5.2, 4)
     plane = see.panel(title="two updates: drag a and b", x=x, y=y, equal=True)
-    x, y = linear("angle between a and b, degrees", 0, 180, 6), linear("length of the result", 0, 6.2, 6)
+    x, y = linear("angle between a and b, degrees", 0, 180, 6), linear("length of the result", 0, 6.6, 6)
     over = see.panel(0, 1, title="length over the angle", x=x, y=y)
     turn = math.radians(angle)
     for name, (across, up), dx, dy in (("a", first, 0, 18), ("b", second, -18 * math.sin(turn), -18 * math.cos(turn))):

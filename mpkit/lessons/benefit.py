@@ -153,7 +153,7 @@ def roofline(see: Sheet, card="A100 40GB", rows=8192, width=1024) -> None:
         panel.line(roof, place, label=form, **look)
         operand, result = SIZES[form]
         dense = work / (operand * (rows * width + width * width) + result * rows * width)
-        panel.points([np.log2(work / time / 1e12)], [np.log2(dense)], look["color"], size=8)
+        panel.points([np.log2(work / time / 1e12)], [np.log2(dense)], look["color"], size=8 + 3 * (form == "float32"))
     gains = ", ".join(f"{form} {times['float32'] / t:.1f}" for form, t in times.items() if form != "float32")
     slow = "by its memory" if times["float16"] > work / (there.float16 * 1e12) else "by computing"
     measured = "" if list(gpu.stored()) else " Published peaks, not measured on a GPU."

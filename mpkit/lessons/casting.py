@@ -130,7 +130,7 @@ def levels(see: Sheet, network="MLP", level="O2", fmt="fp16", kept=0, exponent=0
     Numbers: `walk` and `plain`, that at O0 (a `Walk` each).
     """
     seen, plain = walk(network, level, fmt, kept, exponent), walk(network, "O0", fmt, 0, exponent)
-    see.grid(444, 960, rows=(1, 3), least=640)
+    see.grid(444, 960, rows=(1, 3), least=680)
     _operations(see, seen.steps, fmt)
     _errors(see, seen, plain, fmt)
     low = sum(step.compute != "float32" for step in seen.steps)

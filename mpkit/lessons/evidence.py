@@ -14,7 +14,8 @@ from mpkit.casting import auto_mixed_precision
 from mpkit.data import digits
 from mpkit.diagnose import Report, diagnose
 from mpkit.formats import BF16, FP16, FloatFormat, dtype_name
-from mpkit.view import Choice, Range, Sheet, edges, exponent, exponents, log2, names, power_of_two, regions, space, view
+from mpkit.view import Choice, Range, Sheet, edges, exponents, log2, names, regions, space, view
+from mpkit.view.words import exponent, power_of_two, short
 
 FORMATS = {"float16": FP16, "bfloat16": BF16}
 LOSS = nn.functional.cross_entropy
@@ -138,7 +139,7 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
     see.say(
         f"Step {{at}}, {{what}}: {{passes}}. {whole}",
         at=range(1, len(stops) + 1), what=[stop.called for stop in stops], stored=whole, report=report, stops=stops,
-        passes=[f"{s.bad} of {s.many} inf or NaN" if s.bad else f"{s.dtype}, up to {s.high:.3g}" for s in stops],
+        passes=[f"{s.bad} of {s.many} inf or NaN" if s.bad else f"{s.dtype}, up to {short(s.high)}" for s in stops],
         born=born, bars=bars,
     )  # fmt: skip
 
@@ -155,7 +156,7 @@ def _way(see: Sheet, title: str, stops: list[Stop], born: int | None) -> None:
         panel.boxes(*box, fill=f"{role}/0.2", edge=role, width=1.5, only=(i, last))
         panel.boxes(*box, edge="own", width=4, only=(i, i))
         panel.text(stop.name, x + 0.45, y + 0.62, weight="bold")
-        told = f"{stop.bad} of {stop.many}\ninf or NaN" if stop.bad else f"{stop.dtype}\n≤ {stop.high:.3g}"
+        told = f"{stop.bad}/{stop.many}\ninf or NaN" if stop.bad else f"{stop.dtype}\n≤ {short(stop.high)}"
         panel.text(told, x + 0.45, y + 0.28, size=10, color="overflow" if stop.bad else "ink", only=(i, last))
         if i == born:
             panel.text("born here", x + 0.45, y + 0.92, weight="bold", color="overflow", only=(i, last))
@@ -176,7 +177,7 @@ def _bars(see: Sheet, bars: list[Stop], fmt: FloatFormat, report: Report, scale:
     see.rows = []
     for row, stop in enumerate(bars):
         word = "inf or NaN" if stop.bad else "too large" if stop.high > fmt.max else ""
-        most = "not finite" if stop.bad else f"{stop.high:.3g}"
+        most = "not finite" if stop.bad else short(stop.high)
         see.rows.append({"values": stop.called, "smallest": f"{stop.low:.2g}", "largest": most, "fits": not word})
         color = "overflow" if word else "own" if stop.backward else "reference"
         (left, right), dash = exponents([stop.low, stop.high], low, high), "--" if stop.backward else None

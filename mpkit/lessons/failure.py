@@ -74,10 +74,10 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     found = moment_at(step)
     shares = found["counts"] / found["counts"].sum(1, keepdims=True)
     zero, over = found["zero"][scale], found["overflow"][scale]
-    see.grid(430, 900, least=640)
+    see.grid(430, 900, least=680)
     title = "the gradients of seven layers, times the loss scale; height: share of the layer"
     y = names(LAYERS, down=True) | {"lo": len(LAYERS) - 0.4, "hi": -1.8}  # room for the names of the regions
-    panel = see.panel(title=title, x=log2("magnitude", FIRST, LAST, 8), y=y, pad=[28, 150, 44, 110])
+    panel = see.panel(title=title, x=log2("magnitude", FIRST, LAST, 8), y=y, pad=[28, 120, 44, 110])
     ends = edges(FP16)
     regions(panel, "x", *ends, zero="becomes 0", subnormal="few bits", normal="all bits", overflow="inf")
     at = recorded()["lowest"] + np.arange(shares.shape[1]) + scale

@@ -186,9 +186,8 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, value: float, near: 
     low, high = value - half, value + half
     x = linear("value; drag the ring: what is stored jumps from tick to tick", low, high, 5)
     rows = [(0.42, form.name), (0.1, pinned)][: 1 + (pinned != "none")]
-    title = f"its neighbours; the gap, one ulp, is {gap:.4g}"
     y = {"lo": 0, "hi": 1.4, "ticks": [[*row] for row in rows], "bare": True}
-    line = see.panel(2, title=title, x=x, y=y, pad=[28, 14, 46, 84])
+    line = see.panel(2, title=f"its neighbours; the gap, one ulp, is {gap:.4g}", x=x, y=y, pad=[28, 14, 46, 84])
     at = min(max(near, low), high)
     for height, name in rows:
         other = get_format(name)
@@ -199,7 +198,7 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, value: float, near: 
             line.points([height], [kept], "reference", glyph="D", size=4.5, label="stored", told=f"{kept:.7g}")
         text = "" if values else f"{name} has no value so near"
         text = "its nearest values" if len(values) > 60 else text
-        line.text(text, low, height, anchor="start", dy=-14 if values else 0, color="muted", halo=True)
+        line.text(text, low, height, beside=6, dy=-14 if values else 0, color="muted", halo=True)
     away = -1 if math.copysign(1, value) < 0 else 1  # from zero, where one ulp ends at the next number
     look = {"fill": "own/0.5", "edge": "own", "label": "gap", "told": f"{gap:.4g}", "quiet": True}
     line.boxes([value], [1.21], [value + away * gap], [1.35], **look)
@@ -233,7 +232,7 @@ def ranges(see: Sheet, exponent=-20) -> None:
     panel.handle("x", "exponent", exponent, -152, 130, "magnitude, 2 to the")
     see.rows = [{"format": name, f"2^{exponent}": fates[name]} for name in NAMES]
     some = "; ".join(f"{name} {fates[name]}" for name in ("fp32", "fp16", "bf16", "e5m2", "e4m3fn"))
-    see.say(f"2^{exponent} = {2.0**exponent:.4g}: {some}.", kept=kept)
+    see.say(f"2^{exponent} = {2.0**exponent:.{6 if 0 < exponent < 20 else 4}g}: {some}.", kept=kept)
 
 
 # ---- predict: draw the gap

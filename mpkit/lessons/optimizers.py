@@ -65,8 +65,8 @@ def adam_state(see: Sheet, state="float16", eps=-8, gradient=-10) -> None:
     panel.points([own[marked]], [x[marked]], "own", fill="paper", size=6)
     panel.handle("x", "gradient", gradient, -26, 16, "marked gradient, 2 to the")
     see.say(
-        f"The gradient is 2^{gradient} = {2.0**gradient:.5g}. In {state} v is {v[marked]:.5g}, eps 1e{eps} becomes "
-        f"{stored:.3g}, and the step is {narrow[marked]:.3g} times the learning rate. In float32 the step is "
+        f"The gradient is 2^{gradient} = {2.0**gradient:.5g}. In {state} v is {v[marked]:.5g}, eps {10.0**eps:g} "
+        f"becomes {stored:.3g}, and the step is {narrow[marked]:.3g} times the learning rate. In float32 the step is "
         f"{wide[marked]:.3g} times the learning rate.",
         gradients=gradients, narrow=narrow, wide=wide,
     )  # fmt: skip

@@ -117,9 +117,8 @@ def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=6) -> None:
 
     low, high = -8, max(3, math.ceil(math.log2(float(np.abs(x).max()))) + 1)
     see.grid(420)
-    title = "128 magnitudes in a row, and how they are stored; zero is at the bottom"
-    x_axis, y_axis = linear("place in the row", -1, 128, 8), log2("magnitude", low - 0.4, high)  # or an x would be cut
-    panel = see.panel(title=title, x=x_axis, y=y_axis)
+    across, up = linear("place in the row", -1, 128, 8), log2("magnitude", low - 0.4, high)  # or an x would be cut
+    panel = see.panel(title="128 magnitudes in a row, and how they are stored; zero is at the bottom", x=across, y=up)
     for border in range(size, 128, size):
         panel.rule("x", border - 0.5)
     panel.points(exponents(np.abs(x), low, high), color="reference", glyph="o", size=3.5, label="value")

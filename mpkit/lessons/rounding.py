@@ -119,7 +119,7 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[fl
     for row, result, share in every + [(last, result, share) for result, share in odds.items()]:
         fits = math.isfinite(result)  # inf and NaN lie beyond what is too large
         end = (result - left) / (right - left) if fits else -0.06 if minus else 1.06
-        color, words = ("reference", "") if fits else ("overflow", f"{result:g} ")
+        color, words = ("reference", "") if fits else ("overflow", f"{result:g}" + "\n" * (row == last))
         panel.points([row], [end], color, size=2 + 6 * math.sqrt(share))
         panel.text(words + percent(share, 1) * (row == last), end, row, color=color, beside=14 if end > 0.5 else -14)
         if row != last and end != at:

@@ -12,7 +12,7 @@ from mpkit.casting import auto_mixed_precision
 from mpkit.data import digits
 from mpkit.formats import dtype_name
 from mpkit.scalers import DynamicLossScaler, all_finite
-from mpkit.view import DIFFERENT, Panel, Range, Sheet, exponents, log2, names, view
+from mpkit.view import DIFFERENT, Panel, Range, Sheet, exponents, log2, names, short, view
 
 
 # ---- numbers
@@ -43,7 +43,7 @@ def _phase(name: str, seen: str, tensors: list[Tensor]) -> Phase:
     largest = float(every.abs().max())  # NaN wins
     bad = int((~every.isfinite()).sum())
     ill = f", {bad} of {every.numel()} values not finite" if bad and every.numel() > 1 else ""
-    return Phase(name, seen.format(largest=f"{largest:.3g}", dtype=dtype) + ill, largest, dtype, bad, every.numel())
+    return Phase(name, seen.format(largest=short(largest), dtype=dtype) + ill, largest, dtype, bad, every.numel())
 
 
 @cache
@@ -116,8 +116,7 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
     see.play("phase", "phase", 8, every=900, first=1)
     y = log2("largest magnitude", LOW - 1, HIGH + 2, 8)
     y["ticks"] = [[LOW, "0"], *(t for t in y["ticks"] if -24 <= t[0] <= 32), [HIGH, "inf, NaN"]]
-    title = "the largest value on its way through one training step"
-    panel = see.panel(title=title, x=names(PLACES, bare=False), y=y)
+    panel = see.panel(title="the largest value on its way through one training step", x=names(PLACES, bare=False), y=y)
     panel.span("y", 16, HIGH - 2, "overflow/0.14", "too large\nfor float16", anchor="end", dy=20)
     panel.span("y", LOW - 1, -25, "zero/0.14", "zero in float16")
     bad_at = [i for i, p in enumerate(walk.phases[:7]) if p.bad and not (i == 6 and walk.skipped)]
@@ -131,7 +130,7 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
             told = [walk.phases[i].seen for i in here]
             panel.points(at[here], here, role, since=here, show="upto", told=told, **look)
     for i, p in enumerate(walk.phases):
-        words = "" if i in bad_at[1:] else f"2^{math.log2(p.largest):g}\nis the scale" if i == 7 else f"{p.largest:.3g}"
+        words = "" if i in bad_at[1:] else f"2^{math.log2(p.largest):g}\nis the scale" if i == 7 else short(p.largest)
         words = f"{p.bad} of {p.many}\nnot finite" if i in bad_at[:1] and p.many > 1 else words
         only = (0, 5) if i == 0 and walk.lost else (i, 7)  # then they are other weights
         falls = 0 < i < 7 and at[i - 1] - at[i] > 6 and at[i] > LOW + 4  # the line comes down where words would stand

@@ -9,8 +9,9 @@ from mpkit.view.controls import Choice, Flag, Range, Stroke, Text
 from mpkit.view.parts import FATES, edges, loss_and_scale, prediction, regions, tenths, zones
 from mpkit.view.sheet import DIFFERENT, GLYPHS, LINES, Panel, Sheet, exponents, fitted, linear, log2, names, space
 from mpkit.view.views import View, view
-from mpkit.view.words import counted, exponent, power_of_two
+from mpkit.view.words import counted, exponent, power_of_two, short
 
 __all__ = ["DIFFERENT", "GLYPHS", "LINES", "Choice", "Flag", "Panel", "Range", "Sheet", "Stroke", "Text", "View"]
 __all__ += ["counted", "exponent", "exponents", "fitted", "linear", "log2", "names", "power_of_two", "space", "view"]
-__all__ += ["FATES", "edges", "loss_and_scale", "percent", "prediction", "read_number", "regions", "tenths", "zones"]
+__all__ += ["FATES", "edges", "loss_and_scale", "percent", "prediction", "read_number", "regions", "short"]
+__all__ += ["tenths", "zones"]

@@ -138,7 +138,7 @@ const DRAW = {
 			if (!groups.has(key)) groups.set(key, { nodes: area(g, p, look, m.hatch), items: [] });
 			groups.get(key).items.push(k);
 			if (m.sets && p.real) pick(m, k, rectangle(p, x0, y0, x1, y1, finger() ? 24 : 0));
-			const size = m.text && clamp(abs(p.X(x1) - p.X(x0)) / wideness(m.text[k]), 8, m.size ?? 12); // words fit into their box
+			const size = m.text && clamp((abs(p.X(x1) - p.X(x0)) - 6) / wideness(m.text[k]), 8, m.size ?? 12); // words fit into their box
 			if (m.text) words(g, p.X((x0 + x1) / 2), p.Y((y0 + y1) / 2), m.text[k], { size, halo: m.hatch });
 		}
 		const draw = (i) => {
@@ -553,7 +553,7 @@ function render({ model, el }) {
 		const own = (u) => at(m.base ?? 0, index) + (m.slope ?? 1) * u, free = both || m.cross != null;
 		const other = free ? at(m.cross, index) : across ? p.backY(p.top + 4) : p.x.hi;
 		const [a, b] = both ? v : across ? [own(v), other] : [other, own(v)];
-		const x = clamp(p.X(a), p.left, p.right), y = clamp(p.Y(b), p.top, p.bottom);
+		const x = clamp(p.X(a), p.left, p.right), y = clamp(p.Y(b), p.top, p.bottom - 3); // off the numbers of the axis
 		h.value = v;
 		const ends = free ? m.stem && (across ? { x1: p.X(own(0)) } : { y1: p.Y(own(0)) }) : across ? { y1: p.top, y2: p.bottom } : { x1: p.left, x2: p.right };
 		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });

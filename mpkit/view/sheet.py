@@ -404,7 +404,7 @@ def _sample(m: dict[str, Any]) -> dict[str, Any]:
 def _pads(p: Panel) -> list[int]:
     """Room around a panel for title, tick names and labels: top, right, bottom, left."""
     g, tagged = p.given, max((len(m["label"]) for m in p.marks if m.get("tag")), default=0)
-    up, right = 28 if g.get("title") else 10, 14 + (13 + 7 * tagged if tagged else 0)
+    up, right = 28 if g.get("title") else 10, 14 + (13 + round(7.7 * tagged) if tagged else 0)
     if g.get("bare"):
         return [up, 6, 6, 6]
     x, y = g["x"], g["y"]

@@ -66,3 +66,12 @@ def exponent(value: float) -> str:
     if value <= 0 or not math.isfinite(value):
         return f"{value:g}"
     return "float32 max" if value == FLOAT32_MAX else f"2^{math.log2(value):.4g}"
+
+
+def short(value: float) -> str:
+    """Three digits without an exponent where they are read as a number; a power of two from a million on.
+
+    >>> short(0.03921), short(2567.0), short(2.0**24)
+    ('0.0392', '2570', '2^24')
+    """
+    return exponent(value) if value >= 1e6 else f"{float(f'{value:.3g}'):g}"
