@@ -230,6 +230,12 @@ def drawn(every: list[Mutant], options: Any) -> list[Mutant]:
     return random.Random(options.seed).sample(every, min(options.sample, len(every)))
 
 
+def _caches() -> list[Any]:
+    """The functions of the library that keep their results, but for the one that makes the class of a format."""
+    mine = [vars(module).values() for name, module in [*sys.modules.items()] if name.split(".")[0] == "mpkit"]
+    return [x for values in mine for x in [*values] if hasattr(x, "cache_clear") and x.__name__ != "known"]
+
+
 class Watch:
     """A plugin of pytest: coverage notes the lines that each test runs, and how long it took."""
 
@@ -240,6 +246,8 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        for function in _caches():  # every test that asks for a result is seen at the lines that made it
+            function.cache_clear()
         self.seen.switch_context(item.nodeid)
         began = time.process_time()
         try:

@@ -69,6 +69,7 @@ def test_only_constants_of_a_module_are_excused_by_their_line():
 
 
 LIBRARY = """
+from functools import cache
 def unused(a):
     return a - 1
 def half(a, by=2):
@@ -82,11 +83,14 @@ class Box:
     sides = 6
     def open(self):
         return self
+@cache
+def table():
+    return [4]
 """
 TESTS = """
 import subprocess
 import sys
-from mpkit.formats import TWICE, Box, half, interrupts
+from mpkit.formats import TWICE, Box, half, interrupts, table
 def test_the_default():
     assert half(7) == 3
 def test_a_table_made_by_the_import():
@@ -95,6 +99,10 @@ def test_what_a_class_declares():
     assert vars(Box)["sides"] == 6
 def test_a_method_of_it():
     assert Box().open()
+def test_a_result_is_made_once():
+    assert table() is table()
+def test_and_kept_for_whom_it_matters():
+    assert table() == [4]
 def test_a_ctrl_c_that_nobody_catches():
     assert interrupts(6)
     if interrupts(5):
@@ -122,19 +130,20 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(line.split("[")[0].strip() for line in done.stdout.splitlines() if "mpkit/formats.py:" in line)
     assert lines == [
-        "killed    mpkit/formats.py:10 5 -> 6",
-        "killed    mpkit/formats.py:10 a > 5 -> a >= 5",
-        "killed    mpkit/formats.py:12 6 -> 7",
-        "killed    mpkit/formats.py:4 2 -> 3",  # a default
-        "killed    mpkit/formats.py:5 a // by -> a / by",  # runs when the module is imported
-        "killed    mpkit/formats.py:7 3 -> 4",  # in a process that a test starts
-        "killed    mpkit/formats.py:8 2 -> 3",
-        "killed    mpkit/formats.py:8 3 -> 4",
-        "killed    mpkit/formats.py:8 half(3) * 2 -> half(3) / 2",
-        "survived  mpkit/formats.py:3 1 -> 2",  # no test calls it
-        "survived  mpkit/formats.py:3 a - 1 -> a + 1",
+        "killed    mpkit/formats.py:11 5 -> 6",
+        "killed    mpkit/formats.py:11 a > 5 -> a >= 5",
+        "killed    mpkit/formats.py:13 6 -> 7",
+        "killed    mpkit/formats.py:18 4 -> 5",
+        "killed    mpkit/formats.py:5 2 -> 3",  # a default
+        "killed    mpkit/formats.py:6 a // by -> a / by",  # runs when the module is imported
+        "killed    mpkit/formats.py:8 3 -> 4",  # in a process that a test starts
+        "killed    mpkit/formats.py:9 2 -> 3",
+        "killed    mpkit/formats.py:9 3 -> 4",
+        "killed    mpkit/formats.py:9 half(3) * 2 -> half(3) / 2",
+        "survived  mpkit/formats.py:4 1 -> 2",  # no test calls it
+        "survived  mpkit/formats.py:4 a - 1 -> a + 1",
     ]
-    assert "81.8% of 11 killed" in done.stdout
+    assert "83.3% of 12 killed" in done.stdout
     assert (tmp_path / "mpkit/formats.py").read_text() == LIBRARY
     held = json.loads((tmp_path / "out.json").read_text())
     changed = [f"mpkit/formats.py unused: return a - 1 => return {wrong}" for wrong in ("a + 1", "a - 2")]
