@@ -94,7 +94,10 @@ def test_elements_are_ml_dtypes_casts_of_the_scaled_values(fmt, rule, values):
     assert np.array_equal(q.elements.signbit().numpy(), np.signbit(scaled))  # -0.0 and what is flushed keep their sign
 
 
-@pytest.mark.parametrize("fmt", BLOCK_FORMATS.values(), ids=str)
+PAIRS = replace(NVFP4, name="pairs of rows", block=(2, 4))
+
+
+@pytest.mark.parametrize("fmt", [*BLOCK_FORMATS.values(), PAIRS], ids=str)
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 70), (2, 33, 40), (0, 5), (4, 0), (130, 131)])
 def test_a_ragged_block_is_one_filled_up_with_zeros(fmt, dim, shape):

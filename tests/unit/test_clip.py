@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -57,11 +60,15 @@ def test_a_cell_clips_and_trains_an_embedding_with_sparse_gradients(scaled):
     net = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     before = net[0].weight.detach().clone()
     parts = WithLossCell(net, nn.MSELoss()), opt.LazyAdam(net.parameters(), 0.1)
-    cell = TrainOneStepCell(*parts, clip_norm=0.5)
-    if scaled:
-        cell = TrainOneStepWithLossScaleCell(*parts, torch.tensor(1024.0), clip_norm=0.5)
-    cell(torch.tensor([1, 2]), torch.ones(2, 1))
+    made = (
+        partial(TrainOneStepWithLossScaleCell, *parts, torch.tensor(1024.0))
+        if scaled
+        else partial(TrainOneStepCell, *parts)
+    )
+    made(clip_norm=0.5)(torch.tensor([1, 2]), torch.ones(2, 1))
     assert (net[0].weight != before).any(1).tolist() == [False, True, True, False]
+    made(clip_norm=math.inf)(torch.tensor([3]), torch.ones(1, 1))  # clips nothing
+    assert (net[0].weight != before).any(1).tolist() == [False, True, True, True]
 
 
 def test_a_loss_may_be_a_function_and_a_backbone_must_be_a_module():
