@@ -92,7 +92,7 @@ def test_callbacks_are_told_in_order_with_counters_from_1():
     ("epochs", "every", "printed"),
     [
         (4, 2, ["epoch: 2 step: 1", "Eval 2", "epoch: 3 step: 2", "Eval 4"]),
-        (3, [1, 3], ["Eval 1", "epoch: 2 step: 1", "epoch: 3 step: 2", "Eval 3"]),
+        (3, [0, 1, 3], ["Eval 1", "epoch: 2 step: 1", "epoch: 3 step: 2", "Eval 3"]),
     ],
 )
 def test_fit_evaluates_after_some_epochs_and_the_monitor_says_so(epochs, every, printed, capsys):

@@ -21,6 +21,7 @@ from mpkit.policies import (
     explain,
     initial,
     initial_tensor_scale,
+    naive_loss_ratio,
     own_names,
     preset,
     run,
@@ -425,3 +426,10 @@ def test_numbers_tensors_and_replays_have_one_tensor_scale(name: str):
     assert replay_tensor_scales(amaxes, [policy], scales=True).scales.tolist() == [want]
     if name == "far apart":  # 3 over the largest float32 lies between 2**-127 and 2**-126
         assert advance(policy, initial_tensor_scale(policy), torch.finfo(torch.float32).max).scale == 2.0**-127
+
+
+def test_the_naive_rule_runs_away_as_its_docstring_says():
+    assert [naive_loss_ratio(scale, 2.0) for scale in (1.0, 2.0, 4.0, 5.0)] == [0.9, 2.0, 4.0, 5.5]
+    for scale, steps, beyond in ((1.0, 158, lambda s: s < 2.0**-24), (65536.0, 815, lambda s: s > FLOAT32_MAX)):
+        scales = [scale := naive_loss_ratio(scale, 2.0) for _ in range(steps)]
+        assert [beyond(s) for s in scales[-2:]] == [False, True]
