@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mpkit import networks, optimizers
 from mpkit.boost import FreezeOpt, GradientFreeze
-from mpkit.boost.grad_freeze import expected_saving, freeze_cell, stages_by_module
+from mpkit.boost.grad_freeze import expected_saving, freeze_cell, stage_costs, stages_by_module
 from mpkit.step import TrainOneStepCell
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -146,6 +146,12 @@ def test_a_sum_over_processes_is_divided_only_where_a_mean_is_asked_for() -> Non
 
 
 # the formula
+
+
+def test_a_frozen_stage_spares_its_weight_and_the_way_into_the_next() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 5), nn.Linear(5, 2))
+    convolution, first, second = 16 * 18, 32 * 5, 5 * 2
+    assert stage_costs(net, torch.zeros(2, 1, 6, 6)) == [convolution + first, first + second, second]
 
 
 def test_the_expected_saving_is_the_average_over_a_long_strategy() -> None:

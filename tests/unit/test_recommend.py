@@ -54,7 +54,7 @@ def test_recommend_ends_a_planted_collapse_of_the_policy():
 
 
 said = partial(words, "recommend")
-ONE, IN_BF16 = torch.ones(1), said("bf16")
+ONE, FAR, IN_BF16 = torch.ones(1), torch.tensor([1.0, 2.0**-33]), said("bf16")
 OUTPUTS = [torch.tensor([top]) for top in (65504.0, 65505.0, math.nan, 1e5, 1e6)]  # the first is float16's largest
 LOSS = np.array([1.0, 1.0, math.nan, 1.0, math.inf, 1.0, 1.0, 1.0])
 
@@ -77,6 +77,7 @@ def tiny(count: int) -> Trace:
         (trace_of([ONE * 2**29] * 8, scale=2.0**-20), "fp16", 2.0**-14, 10, [spread("loses", "0 %", "0 %", 2.0**-14), said("skipped", skipped=0, steps=8)]),
         (tiny(5), "fp16", 2.0**15, 10, [spread("loses", "0 %", "5.0 %"), said("skipped", skipped=0, steps=8)]),
         (tiny(6), "bf16", None, None, [spread("too_wide", "0 %", "6.0 %"), IN_BF16]),
+        (trace_of(([FAR] * 3 + [FAR * torch.tensor([2.0**10, 1.0])]) * 5), "fp16", 2.0**15, 5, [spread("loses", "25.0 %", "0 %"), said("skipped", skipped=5, steps=20)]),
         (trace_of([ONE] * 8, activations=trace_of([OUTPUTS]).gradients), "bf16", None, None, [*(said("output_left", name=n) for n in "abc"), IN_BF16]),
         (trace_of([ONE] * 8, loss=LOSS), "bf16", None, None, [said("loss_not_finite", count=2, first=2), IN_BF16]),
     ],
