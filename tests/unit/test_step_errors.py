@@ -97,6 +97,7 @@ def shape_of(net, optimizer):
         ({"metrics": {"accurcy"}}, ValueError),
         ({"metrics": 5}, TypeError),
         ({"clip_norm": -1.0}, ValueError),
+        ({"clip_norm": 0.0}, ValueError),
         ({"clip_norm": "x"}, TypeError),
         ({"clip_norm": 1.0, "loss_scale_manager": FixedLossScaleManager(8.0, False)}, ValueError),
         ({"accumulation_steps": 0}, ValueError),
