@@ -129,7 +129,7 @@ def _likeness(t: object) -> object:
 def _is_elsewhere_in(x: Tensor, out: Tensor) -> bool:
     """Whether both lie in one memory and begin at different places.
 
-    From one place with other strides, one of them is not contiguous: then `_by_blocks` writes elsewhere first.
+    From one place with other strides, one of them is not contiguous: then `_in_memory` writes elsewhere first.
     """
     return x.data_ptr() != out.data_ptr() and x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
 

@@ -137,8 +137,9 @@ class Low(Tensor):
         name, kwargs = func.__name__, kwargs or {}
         if name in _LEAVES and _leaves(name, args, kwargs):
             args = (convert(args[0], torch.float32), *args[1:])
-        elif torch.is_grad_enabled() and _beside(cls, (*args, *kwargs.values())):  # a gradient may come in float32
-            first = int(name in IN_PLACE)  # what is written into is the tensor itself
+        elif torch.is_grad_enabled() and "out" not in kwargs and _beside(cls, (*args, *kwargs.values())):
+            # a gradient may come in float32; what is written into is the tensor itself, and beside an `out` none flows
+            first = int(name in IN_PLACE)
             taken, kwargs = map_tensors(left_format if _promotes(name) else _take, (args[first:], kwargs))
             args = (*args[:first], *taken)
         # private; the public default of Tensor would make results that are plain into this class
@@ -165,8 +166,8 @@ class Low(Tensor):
 
         inner = [x.values if native is None and type(x) is cls else bare(x) for x in args]
         out = func(*inner, **{name: bare(x) for name, x in options.items()}) if options else func(*inner)
-        if does.promotes and _beside(cls, (*args, *options.values())):  # as float16 beside a float32 tensor
-            return out
+        if does.promotes and not does.writes and _beside(cls, (*args, *options.values())):
+            return out  # as float16 beside a float32 tensor
         # private: whether this thread runs a backward pass, where results are gradients; nothing public says so. While
         # a rule is on, it computes a checkpointed forward again.
         backward = torch._C._current_graph_task_id() != -1 and LOCAL.rule is None

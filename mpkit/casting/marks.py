@@ -78,6 +78,8 @@ class Forward:
             raise told from error
         finally:  # also after an error the caller goes on as it was
             LOCAL.rule, LOCAL.module, LOCAL.products = outer
+            if not LOCAL.on:  # what the border of the network has kept, where a parameter is its input or its result
+                LOCAL.kept = {}
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

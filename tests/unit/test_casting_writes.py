@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Written
+from support import Op, Written
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -324,3 +324,40 @@ def test_a_compiled_part_of_an_eager_forward_is_cast_once(level: str) -> None:
 
     torch._dynamo.reset()
     assert torch.equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, BF16], ids=str)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_parameter_that_is_the_input_is_cast_anew_in_each_forward(level: str, dtype: Any) -> None:
+    """As in a style transfer, where the picture is trained and cut to its range through `.data`."""
+    net, picture = auto_mixed_precision(nn.Identity(), level, dtype), nn.Parameter(torch.zeros(2))
+    for value in (1.0, 2.0, 3.0):
+        picture.data.fill_(value)
+        assert net(picture).tolist() == [value, value]
+
+
+BESIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "out": lambda y, c: torch.add(torch.ones_like(y), c, out=y),
+    "add_": lambda y, c: y.add_(c).add_(1),
+    "+=": lambda y, c: y.__iadd__(c + 1),
+    "slice": lambda y, c: y[:1].add_(c[:1] + 1),
+    "copy_": lambda y, c: y.copy_(c + 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, BF16], ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("write", BESIDE)
+def test_a_float32_constant_is_written_in_the_low_precision(write: str, dtype: Any, grad: bool) -> None:
+    seen: list[float] = []
+
+    def written(x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        BESIDE[write](y, torch.full((2,), 0.3))
+        seen.append(y[0].item())
+        return y
+
+    with torch.set_grad_enabled(grad):
+        out = auto_mixed_precision(Op(written), "O2", dtype)(torch.ones(2))
+    assert seen == [1.296875]
+    assert out[0].item() == 1.296875
