@@ -173,8 +173,8 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
             out = func(x, weight, None if bias is None else cast(bias, low), *rest, **kwargs)
         else:
             out = func(x, weight, None, *rest, **kwargs)
-            if bias_in != low and result is not None:
-                out = cast(out, result)
+            if bias_in != low:
+                out = left_format(out) if result is None else cast(out, result)
             bias = cast(bias, bias_in)
             # of a convolution one number per channel, the second axis of the result
             out = out + (bias.view(-1, *[1] * (weight.dim() - 2)) if weight.dim() > 2 else bias)

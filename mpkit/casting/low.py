@@ -71,7 +71,6 @@ def target_of(dtype: object, grad_dtype: FloatFormat | None = None, also: tuple[
 
 # --- what an operator does to its arguments ---------------------------------------------------------------------------
 
-_JOINS = ("cat", "stack")
 _STATISTICS, _FILLS, _IN_STEPS = (LISTS["aten"][kind] for kind in ("statistics", "fills", "in_steps"))
 
 
@@ -85,20 +84,13 @@ def _facts(func: Any) -> SimpleNamespace:
     return SimpleNamespace(
         views=views,
         writes=writes,  # place and name of what it writes into
-        promotes=torch.Tag.pointwise in func.tags or name in _JOINS,
+        promotes=torch.Tag.pointwise in func.tags or name in ("cat", "stack"),
         # statistics after the first result, in float32 at every precision. A backward gives gradients there; those of a
         # batch norm are of its float32 parameters
         statistics=name.startswith(_STATISTICS) and ("batch_norm" in name or not name.endswith("_backward")),
         fills=name.startswith(_FILLS),
         steps=name.startswith(_IN_STEPS) and not views and not writes,  # its 16-bit kernel rounds between its steps
     )
-
-
-@cache
-def _promotes(name: str) -> bool:
-    """Whether a torch function of this name gives float32 where one of its operands is in it."""
-    operator = getattr(torch.ops.aten, name, None)
-    return operator is not None and any(_facts(getattr(operator, each)).promotes for each in operator.overloads())
 
 
 class Low(Tensor):
@@ -140,7 +132,7 @@ class Low(Tensor):
         elif torch.is_grad_enabled() and "out" not in kwargs and _beside(cls, (*args, *kwargs.values())):
             # a gradient may come in float32; what is written into is the tensor itself, and beside an `out` none flows
             first = int(name in IN_PLACE)
-            taken, kwargs = map_tensors(left_format if _promotes(name) else _take, (args[first:], kwargs))
+            taken, kwargs = map_tensors(_take, (args[first:], kwargs))
             args = (*args[:first], *taken)
         # private; the public default of Tensor would make results that are plain into this class
         with torch._C.DisableTorchFunctionSubclass():
