@@ -135,9 +135,9 @@ def dynamics(
     main = _main(see, used, top, low, high, ring, finite, {"decision": reasons, "largest gradient": layers})
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     note = f"window {window}{': further left' * (window > 60)}"
-    grip: dict[str, Any] = {"slope": -1, "cross": low + 0.2 * (high - low), "stem": True, "note": note}
+    grip: dict[str, Any] = {"slope": -1, "cross": _clear(used, window, low, high), "stem": True, "note": note}
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
-    grip = {"base": used, "log2": True, "stem": True, "cross": 4, "step": 0.25, "note": f"× {factor:.4g}"}
+    grip = {"base": used, "log2": True, "stem": True, "cross": 7, "step": 0.25, "note": f"× {factor:.4g}"}
     main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", **grip)
     note = f"floor {power_of_two(floor)}{', below' * (floor < low)}"
     main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=note)
@@ -162,6 +162,15 @@ def dynamics(
         side=np.where(ceiling > 0, side, "and no scale helps: the loss is not finite"), empty=tenths(zeros),
         plain=tenths(plain),
     )  # fmt: skip
+
+
+def _clear(used: np.ndarray, window: int, low: int, high: int) -> np.ndarray:
+    """In each step the height of the window's ring: far below the scale, or above it where that has come down there."""
+    ring = np.arange(len(used)) - min(window, 55)
+    start, end = (used[np.clip(ring + k, 0, len(used) - 1)] for k in (0, 22))  # of the name beside the ring
+    fifth = 0.2 * (high - low)
+    above = np.minimum(np.maximum(start, end) + fifth, high - 0.75 * fifth)
+    return np.where(np.minimum(start, end) < low + 2 * fifth, above, low + fifth)
 
 
 def _main(see: Sheet, used: Any, top: Any, low: int, high: int, ring: Any, finite: Any, notes: dict[str, Any]) -> Any:

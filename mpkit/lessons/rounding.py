@@ -85,8 +85,7 @@ def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> No
     chance = (x - left) / gap if reached[0] != reached[1] else float(negative)
     odds = {v: p for v, p in zip(reached, (1 - chance, chance)) if p}
     panel = _rows(see, form, (x, left, right), results, odds, negative)
-    grip: dict[str, Any] = {"cross": -0.75, "step": 1 / 32, "note": f"{x:.7g}"}
-    grip |= {"base": 1, "slope": -1} if negative else {}
+    grip: dict[str, Any] = {"cross": -0.75, "step": 1 / 32} | ({"base": 1, "slope": -1} if negative else {})
     panel.handle("x", "offset", offset, 0, 1, "distance above the lower neighbour, ulp", **grip)
     see.buttons["Halfway"] = {"offset": 0.5}
     told: dict[str, str] = {mode: f"{v:.8g}" for mode, v in results.items()}
@@ -114,7 +113,8 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[fl
         panel.rule("x", edge, "ink", width=1.6)
         panel.text(f"{value:.7g}\n{_parity(value, form)}", edge, -1.2, size=13, beside=8 if edge else -8)
     at, last = (x - left) / (right - left), len(results)
-    panel.rule("x", at, "own", dash=":", width=1.4)
+    panel.line([-0.75, last + 0.5], [at, at], "own", dash=":", width=1.4)
+    panel.text(f"{x:.7g}", min(max(at, 0.3), 0.7), -1.3, color="own")  # above its ring, between the neighbours
     every = [(row, result, 0.5) for row, result in enumerate(results.values())]
     for row, result, share in every + [(last, result, share) for result, share in odds.items()]:
         fits = math.isfinite(result)  # inf and NaN lie beyond what is too large

@@ -134,8 +134,10 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
         words = f"{p.bad} of {p.many}\nnot finite" if i in bad_at[:1] and p.many > 1 else words
         only = (0, 5) if i == 0 and walk.lost else (i, 7)  # then they are other weights
         falls = 0 < i < 7 and at[i - 1] - at[i] > 6 and at[i] > LOW + 4  # the line comes down where words would stand
-        dy, color = (24, "overflow") if i in bad_at else (18 if falls else -18, "ink")
-        panel.text(words, i, at[i] if i < 7 else 4.0, halo=True, only=only, dy=dy, color=color)
+        rises = i < 6 and at[i + 1] - at[i] > 7  # or leaves there
+        dy, color = (24, "overflow") if i in bad_at else (18 if falls or rises else -18, "ink")
+        by = 4 * (i in bad_at)  # right of the line that rises to an inf
+        panel.text(words, i, at[i] if i < 7 else 4.0, halo=True, only=only, dy=dy, color=color, beside=by)
     _gate(panel, walk)
     roles = np.array([i in bad_at for i in range(8)], np.uint8)
     panel.points(at, color=["own", "overflow"], hue=roles, show="at", size=9, glide=True, fill="none", width=3)

@@ -147,10 +147,13 @@ def naive(see: Sheet, start=16, loss=2.3, decay=0.0, ceiling=18) -> None:
     panel.line(exponents(scale, low, high), color="overflow", dash="--", label="naive rule", **look)
     panel.line(exponents(torch, low, high), color="zero", label="torch's rule", **look)
     over = np.flatnonzero(scale > 2.0**ceiling)
-    panel.crosses(exponents(scale, low, high), over[:1], "first inf in the weights", size=7)
+    look = {"dash": ":", "glyph": "x", "size": 7, "label": "first inf in the weights"}
+    for step in over[:1]:  # upright, as its lower end may lie under the ring of the start
+        panel.line([powers[step], (ceiling + high) / 2], [step, step], "overflow", **look)
     # apart from each other in both directions: each ring can be grabbed
     panel.handle("y", "start", start, -10, 20, "start, 2 to the", cross=0.015 * SPAN)
-    panel.text("start", 0, start, color="own", beside=4, dy=20, halo=True)  # below the ring: both lines begin beside it
+    below = powers[-1] >= start  # both lines begin beside the ring
+    panel.text("start", 0, start, color="own", beside=4, dy=20 if below else -20, halo=True)
     panel.handle("y", "ceiling", ceiling, 4, 24, "ceiling of the gradients, 2 to the", cross=0.6 * SPAN, note="ceiling")
     inf = f" From step {over[0]} on inf goes into the weights." if len(over) else ""
     see.say(

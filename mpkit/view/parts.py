@@ -56,11 +56,11 @@ def gradients(see: Sheet, where: tuple[int, int], trace: Trace, scale: np.ndarra
     look: dict[str, Any] = {"axis": "y", "rows": rows, "shift": shift, "zones": zones(edges(FP16))}
     shares = np.round(255 * share / share.max()).astype(np.uint8)  # a byte each
     look |= {"width": 1, "label": "share of the gradients, %", "quiet": True, "unit": share.max() / 255}
-    panel.bars(shares, part.lowest + 0.5 + np.arange(part.bins), **look)
-    known = np.flatnonzero(np.isfinite(trace.loss))
+    known = int(np.flatnonzero(np.isfinite(trace.loss))[-1])
+    panel.bars(shares, part.lowest + 0.5 + np.arange(part.bins), only=(0, known), **look)
     if not math.isfinite(trace.loss[-1]):
         word = "no gradients:\nthe loss is\nnot finite"
-        panel.text(word, 0.5, 0.5, frame=True, halo=True, only=(int(known[-1]) + 1, len(scale) - 1))
+        panel.text(word, 0.5, 0.5, frame=True, halo=True, only=(known + 1, len(scale) - 1))
 
 
 def loss_and_scale(see: Sheet, runs: Any, first: int, last: int, also: Sequence[float] = ()) -> tuple[Panel, Panel]:

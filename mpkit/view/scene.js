@@ -154,10 +154,10 @@ const DRAW = {
 		const zones = m.zones ?? [[null, m.fill ?? "own"]], half = (m.width ?? 0.8) / 2, look = { color: m.edge ?? "muted", width: 1 };
 		const paths = new Map(zones.map(([, fill]) => [fill, area(g, p, { ...look, fill }, m.hatch)]));
 		return (i) => {
-			const row = shownRow(m, i), shift = at(m.shift ?? 0, i), d = new Map();
+			const row = shownRow(m, i), shift = at(m.shift ?? 0, i), d = new Map(), { lo, hi } = m.axis === "y" ? p.y : p.x;
 			for (let k = 0; k < m.count; k++) {
 				const v = m.values[row + k] * (m.unit ?? 1), a = m.at[k] + shift;
-				if (!v) continue;
+				if (!v || clamp(a, lo, hi) !== a) continue; // none under the axis
 				const sides = m.axis === "y" ? [0, a - half, v, a + half] : [a - half, 0, a + half, v];
 				const [, role] = zones.find(([upto]) => upto == null || a < upto);
 				d.set(role, (d.get(role) ?? "") + rectangle(p, ...sides));
@@ -227,7 +227,8 @@ function arrange(spec, width, ids, before) {
 		const [up, right, down, left] = given.pad, [x0, x1, y0, y1] = places[k];
 		const marks = given.marks.map((m) => ({ ...m, ...(m.type === "pen" && { y: m.y.slice() }) })); // which it draws into
 		for (const m of marks) if (m.ghost) m.was = before?.[k]?.marks.find((q) => q.label === m.label)?.y;
-		const p = { ...given, marks, ids, height, full: width, wide: width * x1, first: spec.index?.first, real: true, off: 0 };
+		// `out`: so far beside the panel a mark on its edge is whole
+		const p = { ...given, out: given.x.follow ? 0 : 9, marks, ids, height, full: width, wide: width * x1, first: spec.index?.first, real: true, off: 0 };
 		Object.assign(p, { left: width * x0 + left, right: width * x1 - right, top: height * y0 + up, bottom: height * y1 - down });
 		if (given.equal) { // one unit is as long on both axes
 			const [wide, high] = [p.x, p.y].map((a) => abs(a.hi - a.lo)), unit = min((p.right - p.left) / wide, (p.bottom - p.top) / high);
@@ -447,7 +448,7 @@ function render({ model, el }) {
 		moving = [];
 		used.clear();
 		for (const [k, p] of panels.entries()) {
-			svg(svg(defs, "clipPath", { id: ids + k }), "rect", { x: p.left - 6, y: p.top - 6, width: p.right - p.left + 12, height: p.bottom - p.top + 12 });
+			svg(svg(defs, "clipPath", { id: ids + k }), "rect", { x: p.left - p.out, y: p.top - 6, width: p.right - p.left + 2 * p.out, height: p.bottom - p.top + 12 });
 			const g = svg(picture, "g", p.bare ? {} : { "clip-path": `url(#${ids + k})` }), inner = svg(g, "g");
 			const { follow, lo, hi } = p.x, names = follow ? svg(picture, "g") : picture;
 			axes(picture, inner, names, p);

@@ -85,6 +85,9 @@ def figure(spec: dict[str, Any], index: int = 0) -> Figure:
             artist = _mark(axes, mark, index, 2 + 0.01 * z, panel)
             if mark.get("label") and not mark.get("quiet") and not mark.get("tag") and artist is not None:
                 legend.setdefault(mark["label"], artist)
+        for line in axes.lines:
+            if line.get_marker() != "None":  # a mark on the edge is whole, as in the page
+                line.set_clip_box(axes.bbox.padded(9))
     if legend:
         look: dict[str, Any] = {"frameon": False, "fontsize": 9, "columnspacing": 1.2, "handlelength": 1.8}
         fig.legend(legend.values(), legend, loc="upper left", ncols=7, borderaxespad=0.1, **look)
@@ -189,7 +192,7 @@ def _line(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Li
     x, y = (np.broadcast_to(np.arange(n) if m.get(k) is None else m[k], n)[part] for k in ("x", "y"))
     color = colour(item(m["color"], int(m["hue"][index]) if "hue" in m else index))
     points = m["type"] == "points"
-    ends = {"marker": m.get("glyph", "o" if points else ""), "ms": 2 * PT * m.get("size", 4)}
+    ends = {"marker": m.get("glyph", "o" if points else None), "ms": 2 * PT * m.get("size", 4)}
     ends |= {"mfc": colour(m["fill"]) if "fill" in m else color, "markevery": m.get("every", 1)}
     style = {"ls": "none"} if points else {"ls": _dash(m.get("dash")), "lw": PT * m.get("width", 2)}
     style |= {"mew": PT * m.get("width", 2), "drawstyle": STEPS[m.get("step")]}
