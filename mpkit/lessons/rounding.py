@@ -92,8 +92,7 @@ def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> No
     told["stochastic"] = " or ".join(f"{v:.8g} ({percent(p, 1)})" for v, p in odds.items())
     ends = " and ".join(f"{v:.8g} ({_parity(v, form)})" for v in (left, right))
     every = ", ".join(f"{mode} {result}" for mode, result in told.items())
-    numbers = {"x": x, "left": left, "right": right, "results": results, "chance": chance}
-    see.say(f"{x:.8g}, between {ends} in {fmt}: {every}.", **numbers)
+    see.say(f"{x:.8g}, between {ends} in {fmt}: {every}.", x=x, left=left, right=right, results=results, chance=chance)
     see.rows = [{"mode": mode, "result": result} for mode, result in told.items()]
 
 
