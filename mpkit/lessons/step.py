@@ -136,10 +136,8 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
         falls = 0 < i < 7 and at[i - 1] - at[i] > 6 and at[i] > LOW + 4  # the line comes down where words would stand
         rises = i < 6 and at[i + 1] - at[i] > 7  # or leaves there
         dy, color = (24, "overflow") if i in bad_at else (18 if falls or rises else -18, "ink")
-        # right of the line that rises to an inf
-        panel.text(
-            words, i, at[i] if i < 7 else 4.0, halo=True, only=only, dy=dy, color=color, beside=4 * (i in bad_at)
-        )
+        by = 4 * (i in bad_at)  # right of the line that rises to an inf
+        panel.text(words, i, at[i] if i < 7 else 4.0, halo=True, only=only, dy=dy, color=color, beside=by)
     _gate(panel, walk)
     roles = np.array([i in bad_at for i in range(8)], np.uint8)
     panel.points(at, color=["own", "overflow"], hue=roles, show="at", size=9, glide=True, fill="none", width=3)

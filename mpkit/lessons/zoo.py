@@ -152,7 +152,7 @@ def naive(see: Sheet, start=16, loss=2.3, decay=0.0, ceiling=18) -> None:
         panel.line([powers[step], (ceiling + high) / 2], [step, step], "overflow", **look)
     # apart from each other in both directions: each ring can be grabbed
     panel.handle("y", "start", start, -10, 20, "start, 2 to the", cross=0.015 * SPAN)
-    # both lines begin beside the ring: below it the one that falls, or none
+    # both lines begin beside the ring; its name lies above it where the naive rule falls
     panel.text("start", 0, start, color="own", beside=4, dy=20 if powers[-1] >= start else -20, halo=True)
     panel.handle("y", "ceiling", ceiling, 4, 24, "ceiling of the gradients, 2 to the", cross=0.6 * SPAN, note="ceiling")
     inf = f" From step {over[0]} on inf goes into the weights." if len(over) else ""
