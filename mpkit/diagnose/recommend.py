@@ -19,6 +19,7 @@ from mpkit.replay.percent import percent
 _CLOSE = 0.002  # scales that lose hardly more than the best: the largest of them is taken
 _LOST_TOO_MUCH = 0.05
 _UNUSED = 20  # bits between scale and usual ceiling above which a scale is not considered
+_SCALES = 2.0 ** np.arange(-14, 25)
 _WINDOWS = (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 
 _say = partial(said, "recommend")
@@ -47,8 +48,9 @@ class Recommendation:
 def recommend(trace: Trace) -> Recommendation:
     """Static scale, dynamic policy, and fp16 or bf16, from what a run showed.
 
-    bf16 when the forward pass left float16 (no scale repairs that) or when even the best scale loses over 5 % of the
-    gradient values; else fp16. The policy is the best of a replayed sweep over starts, factors and windows.
+    bf16 when the forward pass left float16 (no scale repairs that), when every step overflows at every scale, or when
+    even the best scale loses over 5 % of the gradient values; else fp16. The policy is the best of a replayed sweep
+    over starts, factors and windows.
     Raises:  ValueError for a trace without histograms, too short to have seen finite gradients, or with zeros alone.
     """
     check_kind("trace", trace, Trace, "a Trace")
@@ -58,14 +60,15 @@ def recommend(trace: Trace) -> Recommendation:
         return Recommendation("bf16", None, None, (*forward, _say("bf16")))
     steps = len(trace)
     if trace.overflow.all():  # either no scale is low enough, or the search for the ceiling had only begun
-        lowest = float(trace.scale.min())
-        if lowest > 1:
+        if (lowest := float(trace.scale.min())) > 1:
             raise ValueError(_say("ceiling_unknown", steps=steps, lowest=lowest))
         reasons = _say("never_finite", steps=steps, lowest=lowest), _say("not_bf16_either")
         return Recommendation("bf16", None, None, reasons)
     tops = ceilings(trace, FP16)
     if not np.isfinite(tops).any():
         raise ValueError(_say("all_zero", steps=steps))
+    if (tops < _SCALES[0]).all():
+        return Recommendation("bf16", None, None, (_say("too_large", lowest=_SCALES[0]), _say("bf16")))
     static, lost = _static(trace, tops)
     spread = _say("spread", static=static, share=percent(float(np.mean(tops < static)), 1))
     loses = {"spread": spread, "lost": percent(lost, 1)}
@@ -87,10 +90,9 @@ def _forward_reasons(trace: Trace) -> Iterator[str]:
 
 def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:
     """The largest power of two among the best, and the mean share of gradient values that it loses to zero."""
-    scales = 2.0 ** np.arange(-14, 25)
     known = tops[(tops > 0) & np.isfinite(tops)]  # where all gradients are zero no scale is too large
     usual = np.median(known) if len(known) else 1.0
-    scales = scales[scales >= min(usual / 2.0**_UNUSED, scales[-1])]  # lower, most of the format would lie idle
+    scales = _SCALES[min(usual / 2.0**_UNUSED, _SCALES[-1]) <= _SCALES]  # lower, most of the format would lie idle
     skipped = (tops[:, None] < scales).mean(axis=0)
     zeroed = flushed(trace, np.broadcast_to(scales, (len(trace.gradients.step), len(scales))), FP16).mean(axis=0)
     lost = 1 - (1 - skipped) * (1 - zeroed)
@@ -99,7 +101,7 @@ def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:
 
 
 def _best_policy(trace: Trace, static: float) -> tuple[ScalePolicy, int]:
-    limits = {"init_scale": static, "min_scale": 2.0**-14, "max_scale": 2.0**24, "name": "recommended"}
+    limits = {"init_scale": static, "min_scale": _SCALES[0], "max_scale": _SCALES[-1], "name": "recommended"}
     windows = [window for window in _WINDOWS if window <= max(10, len(trace) // 2)]
     policies = [ScalePolicy(growth_interval=window, **limits) for window in windows]  # type: ignore[arg-type]
     best = replay(trace, policies, fmt=FP16, scales=False).iloc[0]

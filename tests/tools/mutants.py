@@ -4,8 +4,9 @@
 
 Everything happens in copies of the tree. The tests of all modules run once without a change, which must pass; coverage
 notes the lines that each of them runs. Then a process that has imported what the tests need, but not the library, forks
-for each mutant and runs the tests of its line there, the quick ones first, until one fails. Where no test was seen at
-the line (it runs at import, or in a process that a test starts), the files of its module run whole.
+for each mutant and runs the tests of its line there, the quick ones first, until one fails; last the files of its
+module whose tests start processes, into which coverage does not see. Where no test was seen at the line (it runs at
+import), the files of its module run whole.
 
 Not changed: annotations, docstrings, messages (`raise`, f-strings, warnings), decorators, `__all__`, lists of types.
 mutmut leaves out what stands in classes, modules and decorated functions, which is half of this library; cosmic-ray
@@ -48,7 +49,7 @@ OWN = {  # module -> what the names of its test files begin with; EVERY: those o
     "blocks": ("test_blocks", "test_numbers", "test_golden_recipes"),
     "casting": ("test_casting", "test_precision", "test_recipes", "test_ledger", "test_golden_c", "test_golden_l"),
     "policies": ("test_policies", "test_golden_scalers", "test_tensor_scale"),
-    "scalers": ("test_scalers", "test_golden_scalers", "test_tensor_scale"),
+    "scalers": ("test_scalers", "test_golden_scalers", "test_tensor_scale", "test_recipes_distributed"),
     "step": ("test_step", "test_golden_step", "test_clip", "test_build", "test_accumulation"),
     "optimizers": ("test_optimizer", "test_update_rules", "test_golden_optimizers", "test_centralization"),
     "schedules": ("test_schedules", "test_golden_optimizers"),
@@ -327,7 +328,10 @@ def _in_fork(tests: list[str], seconds: float, plugins: list[Any] | None) -> Non
 
 def kills(mutant: Mutant, root: Path, reached: Reached, contract: bool) -> bool:
     """Whether a test fails on a mutant, written into the tree at `root`."""
-    tests = reached.tests(mutant) or [name for files in files_of(root, mutant.module, contract) for name in files]
+    whole = [name for files in files_of(root, mutant.module, contract) for name in files]
+    tests = reached.tests(mutant)
+    processes = [name for name in whole if name.endswith(("processes.py", "distributed.py"))]
+    asked = (tests[:FEW], tests[FEW:], processes) if tests else (whole,)
 
     def limit(some: list[str]) -> float:
         return 20 + 4 * sum(s for name, s in reached.seconds.items() if {name, name.partition("::")[0]} & {*some})
@@ -336,7 +340,7 @@ def kills(mutant: Mutant, root: Path, reached: Reached, contract: bool) -> bool:
     source, stamp = path.read_bytes(), path.stat()
     path.write_bytes(mutant.applied(source))
     try:
-        return not all(passes(some, limit(some)) for some in (tests[:FEW], tests[FEW:]) if some)
+        return not all(passes(some, limit(some)) for some in asked if some)
     finally:
         path.write_bytes(source)
         os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # its stored bytecode is valid again

@@ -244,6 +244,7 @@ def test_bad_input_is_refused_with_the_way_out():
         (lambda: quantize_blocks(x, MXFP4, 2), ValueError, "dim must lie"),
         (lambda: quantize_blocks(torch.tensor(1.0), MXFP4), ValueError, "dim must"),
         (lambda: quantize_blocks(torch.randn(5), FP8_128X128), ValueError, "last two dims"),
+        (lambda: quantize_blocks(torch.randn(5), BlockFormat("b", E2M1, (2, 16))), ValueError, "last two dims"),
         (lambda: quantize_blocks(torch.randn(5, 5, 5), FP8_128X128, 0), ValueError, "reshape it"),
         (lambda: quantize_blocks(x, MXFP4, bits=bits), ValueError, "stochastic"),
         (lambda: quantize_blocks(x, MXINT8, mode="stochastic"), ValueError, "nearest even"),

@@ -413,5 +413,6 @@ def test_the_lost_share_counts_gradients_that_float16_flushes():
 
 def test_the_level_that_the_network_has_is_kept_with_level_none():
     network = auto_mixed_precision(chain(lambda x: (x * 0 + 300) ** 2), "O2")
-    assert diagnose(network, rows(), F.cross_entropy, level=None).verdict == "forward_overflow"
+    kept = diagnose(network, rows(), F.cross_entropy, level=None)
+    assert (kept.verdict, kept.level) == ("forward_overflow", "as it is")
     assert diagnose(network, rows(), F.cross_entropy, level="O0").verdict == "healthy"
