@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from support import Written
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.optimizers import Momentum
-from mpkit.step import ScaledStep, TrainOneStepWithLossScaleCell
+from mpkit.step import Hook, ScaledStep, TrainOneStepCell, TrainOneStepWithLossScaleCell
+from mpkit.step.distributed import rank_and_size
 
 
 def accumulating(steps: int) -> AutoBoost:
@@ -92,16 +95,56 @@ def test_a_thousand_micro_batches_are_one_batch_in_every_dtype(way: Any, dtype: 
         assert weight.grad_dtype == dtype
 
 
-def test_sharded_weights_get_their_gradients_from_fsdp(tmp_path: Path) -> None:
+def test_sums_of_two_micro_batches_are_16_bits_again_at_the_update_and_after_an_error() -> None:
+    weight, hook, seen = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)), Hook(), []
+    hook.after_unscale = lambda ctx: seen.append(weight.grad.dtype)  # type: ignore[method-assign, union-attr]
+    optimizer = torch.optim.SGD([weight], 1.0)
+    cell = TrainOneStepWithLossScaleCell(ones(weight), optimizer, torch.tensor(8.0), hooks=[hook], accumulation_steps=2)
+    for _ in range(3):
+        cell()
+    hook.after_backward = lambda ctx: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        cell()
+    assert [*seen, weight.grad.dtype, weight.grad_dtype] == [torch.bfloat16] * 3  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        net = nn.Linear(2, 1, bias=False).bfloat16()
-        nn.init.zeros_(net.weight)
-        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
-        step = ScaledStep(torch.optim.SGD(net.parameters(), 1.0), torch.tensor(8.0))
-        for _ in range(2):
-            step.backward(net(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
-        assert not step.update()
-        assert net.weight.to_local().tolist() == [[-2.0, -2.0]]  # type: ignore[operator]
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_sharded_weights_get_their_gradients_from_fsdp(group_of_one: None) -> None:
+    net = nn.Linear(2, 1, bias=False).bfloat16()
+    nn.init.zeros_(net.weight)
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    step = ScaledStep(torch.optim.SGD(net.parameters(), 1.0), torch.tensor(8.0))
+    for _ in range(2):
+        step.backward(net(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
+    assert not step.update()
+    assert net.weight.to_local().tolist() == [[-2.0, -2.0]]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parts", "sent"),
+    [(torch.float32, 1, [1, 2, 3, 4]), (torch.float32, 2, [0, 1, 1, 2]), (torch.bfloat16, 2, [0, 0, 0, 0])],
+)
+def test_a_replica_sends_once_for_each_update_and_no_sums_of_16_bits(
+    group_of_one: None, dtype: Any, parts: int, sent: list[int]
+) -> None:
+    net, buckets, seen = DistributedDataParallel(nn.Linear(1, 1).to(dtype)), [], []
+
+    def sends(_, bucket):
+        buckets.append(bucket)
+        (answer := torch.futures.Future()).set_result(bucket.buffer())
+        return answer
+
+    net.register_comm_hook(None, sends)
+    network = Written(lambda module: module.net(torch.ones(1, 1, dtype=dtype)).sum(), net=net)
+    cell = TrainOneStepCell(network, torch.optim.SGD(net.parameters(), 0.1), accumulation_steps=parts)
+    for _ in sent:
+        cell()
+        seen.append(len(buckets))
+    assert seen == sent
+    assert rank_and_size() == (0, 1)

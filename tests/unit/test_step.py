@@ -185,7 +185,11 @@ def test_the_scale_may_not_change_within_an_accumulation():
     with pytest.raises(RuntimeError, match="1 of 2 micro-batches are summed at the old scale"):
         cell.set_sense_scale(torch.tensor(2.0))
     cell(*batches(1)[0])
+    for wrong in (torch.ones(2), torch.tensor(2)):
+        with pytest.raises(ValueError, match=r"floating tensor of shape \(\)"):
+            cell.set_sense_scale(wrong)
     cell.set_sense_scale(torch.tensor(2.0))
+    assert cell.scale_sense.item() == 2.0
 
 
 # --- several losses and optimizers

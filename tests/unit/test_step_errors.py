@@ -125,7 +125,8 @@ def test_what_no_level_reaches_and_what_would_train_nothing_is_refused_before_a_
     net = nn.DataParallel(resnet18(width=2))
     every, norm = opt.Momentum(net.parameters(), 0.1, 0.9), torch.optim.SGD(net.module.layer1[0].bn1.parameters(), 0.1)
     for error, optimizer, call in (
-        (TypeError, every, lambda: build_train_network(net, every, nn.CrossEntropyLoss(), "O2", "O1")),
+        (TypeError, every, lambda: build_train_network(net, every, nn.CrossEntropyLoss(), "O1", "O1")),
+        (TypeError, every, lambda: build_train_network(net, every, None, "O0", "O1", cast_model_type=torch.float16)),
         (ValueError, norm, lambda: AutoBoost("O1").network_auto_process_train(net.module, norm)),
     ):
         before = shape_of(net, optimizer)
@@ -205,6 +206,9 @@ def test_what_a_step_by_hand_refuses_leaves_its_sums_as_they_are():
     step.backward(a.sum() * 0.75 + b.sum())
     step.unscale_()
     assert a.grad.item() == 258.0
+    with pytest.raises(ValueError, match="max_norm"):
+        step.clip_(0.0)
+    assert step.clip_(torch.inf) == torch.tensor([258.0, 1.0]).norm()
 
 
 def test_gradients_of_a_plain_backward_pass_are_told_to_be_unscaled():
@@ -230,9 +234,11 @@ class Counts(Hook):
 
 def test_a_state_that_one_part_refuses_reaches_no_other_part():
     optimizers = [opt.Momentum([one_weight()], 0.1, 0.9), opt.Adam([one_weight()], 0.1)]
-    step = ScaledStep(optimizers, DynamicLossScaler(8.0, 2, 2))
+    scaler = DynamicLossScaler(8.0, 2, 2)
+    step = ScaledStep(optimizers, scaler)
     step.hooks += [Counts(), Counts()]
     before = copy.deepcopy(step.state_dict())
+    assert_same(before["rule"], [scaler.state_dict()])
     for change in (
         lambda state: state["optimizers"].reverse(),
         lambda state: state["rule"].clear(),

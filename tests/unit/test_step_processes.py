@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support import in_processes, join_group
+from support import Written, in_processes, join_group
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -78,12 +78,21 @@ def sixteen_bits(rank):
     return [net.weight.detach()]
 
 
+def outside(rank):
+    """A parameter beside the DistributedDataParallel, whose gradient overflows in process 1 alone."""
+    replica, own = DistributedDataParallel(nn.Linear(1, 1)), nn.Parameter(torch.ones(1))
+    network = Written(lambda m, x: m.replica(torch.ones(1, 1)).sum() + (m.own * x).sum(), replica=replica, own=own)
+    made = torch.optim.SGD(network.parameters(), 0.1, fused=True)
+    cell = TrainOneStepWithLossScaleCell(network, made, torch.tensor(8.0))
+    return [cell(torch.tensor([torch.inf if rank else 1.0])).overflow]
+
+
 class Sum(nn.Module):
     def forward(self, x):
         return x.sum()
 
 
-WAYS = {f.__name__: f for f in (large, sparse, joined, sixteen_bits)}
+WAYS = {f.__name__: f for f in (large, sparse, joined, sixteen_bits, outside)}
 
 
 def all_ways(rank):
@@ -141,3 +150,7 @@ def test_uneven_inputs_inside_join_come_to_an_end(results):
 
 def test_sixteen_bit_micro_batches_are_summed_in_float32_and_averaged_once(results):
     assert [results[rank]["sixteen_bits"][0].item() for rank in range(RANKS)] == [-1.5, -1.5]
+
+
+def test_an_overflow_outside_of_the_replica_skips_the_step_everywhere(results):
+    assert [bool(results[rank]["outside"][0]) for rank in range(RANKS)] == [True, True]
