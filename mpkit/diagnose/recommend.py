@@ -103,6 +103,6 @@ def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:
 def _best_policy(trace: Trace, static: float) -> tuple[ScalePolicy, int]:
     limits = {"init_scale": static, "min_scale": _SCALES[0], "max_scale": _SCALES[-1], "name": "recommended"}
     windows = [window for window in _WINDOWS if window <= max(10, len(trace) // 2)]
-    policies = [ScalePolicy(growth_interval=window, **limits) for window in windows]  # type: ignore[arg-type]
+    policies = [ScalePolicy(growth_interval=window, **limits) for window in windows]
     best = replay(trace, policies, fmt=FP16, scales=False).iloc[0]
     return policies[int(best["policy"])], int(best["skipped"])
