@@ -90,7 +90,7 @@ class Level:
         name:      as `auto_mixed_precision` or `cast_like` takes it.
         lists:     the table of operators that it casts, "" where it casts all.
         protected: classes of modules that stay float32 inside.
-        overrides: whether it casts down what a module asks to have in float32 (`x.float()` in its forward).
+        overrides: whether `build_train_network` casts the whole network to float16 at it.
         result:    what results of the network are cast to; None: as computed.
         dtype:     the low precision where the user names none; with float32 the user has no say.
         wide_loss: whether `build_train_network` computes the loss in float32.
@@ -133,10 +133,10 @@ MINDSPORE = _table(
 PRESETS = _table(
     Level("apex_O0", dtype=_WIDE),
     Level("apex_O1", "apex"),
-    Level("apex_O2", "", MODULES["batch_norms"], True, _WIDE),
-    Level("apex_O3", "", (), True, _WIDE),
+    Level("apex_O2", "", MODULES["batch_norms"], result=_WIDE),
+    Level("apex_O3", result=_WIDE),
     Level("keras_float32", dtype=_WIDE),
-    Level("keras_mixed_float16", "", MODULES["keras"], True),
-    Level("keras_mixed_bfloat16", "", MODULES["keras"], True, dtype=torch.bfloat16),
+    Level("keras_mixed_float16", "", MODULES["keras"]),
+    Level("keras_mixed_bfloat16", "", MODULES["keras"], dtype=torch.bfloat16),
     Level("torch_autocast", "torch"),
 )

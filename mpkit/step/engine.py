@@ -49,7 +49,7 @@ class Step:
 
     updates: Sequence[Update]
     scaling: Scaling
-    parts: int = 1
+    parts: int
     network: nn.Module = field(default_factory=nn.Module)
     hooks: Iterable[Hook] = ()
     clip_norm: float | None = None
@@ -81,7 +81,7 @@ class Step:
 
     def due(self) -> bool:
         """Whether `finish` is to come: all parts are there."""
-        return self.pending >= max(1, self.parts)
+        return self.pending >= self.parts
 
     def begin(self) -> None:
         """Clear the gradients if a new step begins."""
