@@ -22,6 +22,7 @@ from mpkit.casting import (
     amp_level,
     auto_mixed_precision,
     cast_like,
+    custom_mixed_precision,
     ledger,
     remove_mixed_precision,
     to_float,
@@ -310,6 +311,9 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: auto_mixed_precision(LAYER, "O3", FP64), ValueError, r"wider; network.double\(\)"),
     (lambda: to_float(LAYER, E4M3FN, grad_dtype=FP64), ValueError, "wider"),
     (lambda: cast_like(LAYER, "apex_o1"), ValueError, "preset"),
+    (lambda: custom_mixed_precision(LAYER, white_list=[torch.Tensor]), TypeError, "white_list holds"),
+    (lambda: custom_mixed_precision(LAYER, white_list=[print]), TypeError, "white_list holds"),
+    (lambda: custom_mixed_precision(LAYER, black_list=[torch.matmul]), TypeError, "black_list holds"),
     (lambda: cast_like(LAYER, ["x"]), TypeError, "preset"),
     (lambda: cast_like(3, "apex_O1"), TypeError, r"nn\.Module"),
 ]
@@ -435,3 +439,21 @@ def test_threads_do_not_disturb_each_other() -> None:
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+def test_the_product_of_a_listed_sum_is_low_and_the_sum_float32() -> None:
+    torch.manual_seed(0)
+    b, x, w, into = torch.randn(3, 3), torch.randn(3, 3), torch.randn(3, 3), torch.zeros(3, 3)
+    for named in ({}, {"beta": 0.5}, {"alpha": 2.0}, {"beta": 0.5, "alpha": 2.0}):
+        network = auto_mixed_precision(Op(lambda b, x, w, named=named: torch.addmm(b, x, w, **named)), "O1")
+        product = (x.half() @ w.half()).float()
+        assert torch.equal(network(b, x, w), named.get("beta", 1) * b + named.get("alpha", 1) * product)
+    assert auto_mixed_precision(Op(lambda *args: torch.addmm(*args, out=into)), "O1")(b, x, w) is into
+    assert torch.equal(into, torch.addmm(b, x, w))
+
+
+def test_a_single_number_of_a_weight_stays_float32() -> None:
+    network = Written(lambda module, x: x * module.w[0], w=nn.Parameter(torch.tensor([1 + 2.0**-8])))
+    x = torch.tensor([1 + 2.0**-7])
+    # (1 + 2**-7)(1 + 2**-8) is above the middle of 1 + 2**-7 and 1 + 2**-6
+    assert auto_mixed_precision(network, "O2", torch.bfloat16)(x).item() == 1 + 2.0**-6

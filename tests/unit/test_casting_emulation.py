@@ -13,7 +13,7 @@ from support import Op, Written
 from test_casting import CASTING_LEVELS, NETWORKS, made, tensors
 from torch import Tensor, nn
 
-from mpkit.casting import auto_mixed_precision, to_float
+from mpkit.casting import auto_mixed_precision, cast_like, to_float
 from mpkit.formats import BF16, E4M3FN, E5M2, FP16, FP32, FloatFormat, get_format
 from mpkit.rounding import round_to
 
@@ -232,6 +232,41 @@ def applies(function: Any) -> nn.Module:
 def test_a_number_beyond_the_format_that_a_tensor_holds_stands_for_its_largest(fmt: FloatFormat) -> None:
     network = auto_mixed_precision(applies(lambda h: torch.where(h == h[0, 0], h, -1e9)), "O2", fmt)
     assert network(torch.randn(4, 8)).min() == -fmt.max
+
+
+@pytest.mark.parametrize("level", ["auto", "apex_O1", "torch_autocast"])
+def test_a_number_beyond_float16_that_a_tensor_is_filled_with_stands_for_its_largest(level: str) -> None:
+    for fill in (lambda x: x.half().masked_fill(x > 0, -1e9), lambda x: x.new_full((1,), -1e9, dtype=torch.float16)):
+        network = (auto_mixed_precision if level == "auto" else cast_like)(Op(fill), level)
+        assert network(torch.ones(1)).tolist() == [-65504.0]
+
+
+def test_what_asks_for_float32_leaves_a_format_and_all_else_stays_in_it() -> None:
+    plain, double = torch.ones(1), torch.ones(1, dtype=torch.float64)
+
+    def asked(h: Tensor) -> Tensor:
+        leaves = (
+            h.float(),
+            h.to(torch.float32),
+            h.to(dtype=torch.float32),
+            h.to(plain),
+            h.type_as(plain),
+            h.to(double),
+        )
+        stays = (h.to("cpu"), h.to(h), h.type_as(h), h.tanh())
+        assert ({type(x) for x in leaves}, {type(x) for x in stays}) == ({Tensor}, {type(h)})
+        assert h.to(double).dtype is torch.float64
+        return h
+
+    auto_mixed_precision(applies(asked), "O2", E4M3FN)(torch.ones(2, 8))
+
+
+def test_what_a_part_gives_in_a_format_of_its_own_stays_in_it() -> None:
+    network = applies(lambda h: h.tanh())
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    auto_mixed_precision(network, "O2", E4M3FN)
+    out = to_float(network.first, E5M2) and network(x)
+    assert torch.equal(round_to(out, E5M2), out)
 
 
 def test_data_of_a_parameter_does_not_become_a_format() -> None:

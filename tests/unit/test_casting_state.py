@@ -417,6 +417,7 @@ def test_forward_tells_its_arguments_as_without_a_level() -> None:
     network = auto_mixed_precision(Described(), "O2", torch.bfloat16)
     assert typing.get_type_hints(network.forward) == typing.get_type_hints(Described.forward)
     assert inspect.signature(network.forward) == inspect.signature(Described().forward)
+    assert not hasattr(network.forward, "__func__")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -140,6 +140,8 @@ INTO_WEIGHT: dict[str, Callable[[Tensor], object]] = {
     "relu inplace": lambda w: F.relu(w.sub_(2), inplace=True),
     "elu_": lambda w: F.elu_(w.sub_(8)),
     "threshold_": lambda w: F.threshold_(w, 2.0, 1.5),
+    "getitem": lambda w: w[1].fill_(3),
+    "t": lambda w: w.t()[1].fill_(3),
     "normalize out": lambda w: F.normalize(w.add_(1), out=w),
 }
 
@@ -159,6 +161,7 @@ def test_a_write_into_a_weight_arrives(write: Callable[[Tensor], object], level:
 def test_what_is_taken_of_a_weight_is_low_eager_compiled_and_functional(backend: str | None) -> None:
     def run(m: Any, x: Tensor) -> list[Tensor]:
         of = (m.w[:3], m.w[ROWS], m.w[m.w > -1], m.w.T.reshape(16), m.w.T.contiguous(), m.w.view(2, 8), m.w[None])
+        of = (*of, torch.cat([m.w, x]))
         return [x[0, 0] * part.flatten()[:4] + x[0] for part in of]
 
     torch._dynamo.reset()

@@ -10,9 +10,11 @@ from support import Op, Written
 from test_casting import made
 from torch import Tensor, nn
 
-from mpkit.casting import RECIPES, auto_mixed_precision, cast_like, ledger
+from mpkit.casting import RECIPES, Recipe, auto_mixed_precision, cast_like, ledger
+from mpkit.casting import Cast as CastTo
 from mpkit.casting.products import recipe_linear
-from mpkit.formats import E4M3FN, FP16
+from mpkit.casting.recipe import OperandRow
+from mpkit.formats import E4M3FN, FP16, get_format
 
 
 def test_rows_come_in_order_with_paths_and_precisions() -> None:
@@ -28,6 +30,7 @@ def test_rows_come_in_order_with_paths_and_precisions() -> None:
         ("1", "linear", (wide,) * 2, "bfloat16", (wide,), (5, 2), 40, 3),
     ]
     assert {c.operation for c in book.casts} == {"linear"}
+    assert (book.results, book.rows[0].flushed) == ([], None)
     assert [(c.module, c.tensor, c.source, c.target, c.elements) for c in book.casts[:3]] == [
         ("0.0", "activation", wide, "bfloat16", 20),
         ("0.0", "0.0.weight", wide, "bfloat16", 12),
@@ -37,12 +40,14 @@ def test_rows_come_in_order_with_paths_and_precisions() -> None:
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, 4), (torch.bfloat16, 2), (FP16, 2), (E4M3FN, 1)], ids=str)
 def test_what_is_kept_for_the_backward_pass_counts_once_in_its_precision_and_no_weight(dtype: Any, size: int) -> None:
-    network = Written(lambda m, x: torch.tanh(m.layer(x) + m.layer(x)), layer=nn.Linear(4, 4, bias=False))
+    network = Written(
+        lambda m, x: torch.tanh(m.layer(x) + m.layer(x) + x @ m.layer.weight.T), layer=nn.Linear(4, 4, bias=False)
+    )
     if dtype is not None:
         auto_mixed_precision(network, "O2", dtype)
     with ledger(network) as book:
         network(torch.ones(3, 4, requires_grad=True))
-    assert [row.saved for row in book.rows] == [12 * size, 0, 0, 12 * size]  # the input, and what tanh gives
+    assert [row.saved for row in book.rows if row.saved] == [12 * size] * 2  # the input, and what tanh gives
     assert book.measured_bytes == 24 * size
     assert str(book).endswith(f"kept for the backward pass, bytes: {24 * size}")
 
@@ -68,14 +73,20 @@ def test_attention_is_shown_operation_by_operation() -> None:
 def test_counts_of_flushed_and_overflowed_values() -> None:
     """Worked by hand in float16: smallest subnormal 2**-24 (half of it rounds to 0), largest 65504."""
 
-    x = torch.tensor([2.0**-26, 2.0**-13, 1.0, 300.0, 7e4])
-    # cast: 2**-26 flushes, 7e4 overflows; product: (2**-13)**2 = 2**-26 flushes, 9e4 overflows
+    x = torch.tensor([2.0**-26, -(2.0**-27), 2.0**-13, -(2.0**-13), 1.0, 300.0, 7e4])
+    # cast: two flush, 7e4 overflows; product: (2**-13)**2 = 2**-26 flushes twice, 9e4 overflows
     for dtype in (torch.float16, FP16):
         with ledger(auto_mixed_precision(Op(lambda x: x * x), "O3", dtype), count=True) as book:
             book.network(x)
         (entry, *_), (row,) = book.casts, book.rows
-        assert (entry.flushed, entry.overflowed, row.flushed, row.overflowed) == (1, 1, 1, 1)
+        assert (entry.flushed, entry.overflowed, row.flushed, row.overflowed) == (2, 1, 2, 1)
         assert entry.operation == ""
+    layer = nn.Linear(1, 1)
+    for p in layer.parameters():
+        nn.init.constant_(p, 6e4)
+    with ledger(auto_mixed_precision(layer, "O3"), count=True) as book:
+        layer(torch.ones(1, 1))
+    assert book.rows[0].overflowed == 1  # where the bias is added, a part of the operation
 
 
 def test_an_emulated_format_counts_its_own_bits() -> None:
@@ -83,6 +94,10 @@ def test_an_emulated_format_counts_its_own_bits() -> None:
     with ledger(network) as book:
         network(torch.ones(2, 4))
     assert [(row.output, row.bytes) for row in book.rows] == [(("e4m3fn",), 16), (("e4m3fn",), 16)]
+    half_bytes = auto_mixed_precision(Op(torch.tanh), "O2", get_format("e2m1"))
+    with ledger(half_bytes) as book:
+        half_bytes(torch.ones(3))
+    assert [row.bytes for row in book.rows] == [2]  # twelve bits
 
 
 @pytest.mark.parametrize(("recipe", "element"), [("te_current", "e4m3fn"), ("mxfp8", "e4m3fn"), ("nvfp4", "e2m1")])
@@ -139,3 +154,19 @@ def test_a_ledger_watches_tensors_without_memory() -> None:
     with ledger(network) as book:
         network(torch.ones(1, 3, device="meta"))
     assert [row.compute for row in book.rows] == ["float32"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_what_copies_or_describes_is_no_row_and_a_conversion_is_one() -> None:
+    network = Op(lambda x: (torch.zeros_like(x.clone()) + x).half().to_sparse_csr())
+    with ledger(network, keep=True) as book:
+        network(torch.eye(2))
+    assert [row.operation for row in book.rows] == ["add", "half", "to_sparse_csr"]
+    assert book.results[-1].tolist() == [1.0, 1.0]  # what a sparse tensor stores
+
+
+def test_an_operand_in_high_precision_has_a_row_with_scale_1() -> None:
+    network = cast_like(nn.Linear(4, 4, bias=False), Recipe("input alone", fprop_input=CastTo(E4M3FN)))
+    with ledger(network) as book:
+        network(torch.ones(2, 4))
+    assert book.operands[1] == OperandRow("", "fprop", "weight", "high precision", 1.0, 1.0, 0.0, 0.0)

@@ -28,7 +28,7 @@ from mpkit.casting import (
     uniform,
 )
 from mpkit.casting.recipe import OperandRow, amax_of
-from mpkit.formats import E4M3FN, E5M2, FP32
+from mpkit.formats import E4M3FN, E5M2, FP16, FP32, get_format
 from mpkit.policies import tensor_scale_preset
 
 SHORT = tensor_scale_preset("te_delayed", amax_history_len=3)
@@ -144,11 +144,19 @@ def test_attention_is_cast_inside():
 )
 def test_the_largest_element_and_a_last_bit_more_are_not_clipped(cast, top, scale):
     last_bit = torch.tensor(top).nextafter(torch.tensor(torch.inf)).item()
-    shares = {top: 0.0, -top: 0.0, last_bit: 0.0, top * (1 + 2.0**-20): 1 / 32, -1.1 * top: 1 / 32}
+    shares = {
+        top: 0.0,
+        -top: 0.0,
+        last_bit: 0.0,
+        top * (1 + 2.0**-22): 0.0,
+        top * (1 + 2.0**-20): 1 / 32,
+        -1.1 * top: 1 / 32,
+    }
     for value, share in shares.items():
         x = torch.zeros(1, 32)
         x[0, 3] = value
         assert cast(x, 1, scale).clipped() == share
+    assert Cast(E4M3FN, "tensor", SHORT)(torch.full((1, 1), 500.0), 1, torch.tensor(1.0)).clipped() == 1.0
 
 
 def test_the_ledger_counts_what_a_scale_clips_and_flushes():
@@ -202,6 +210,7 @@ def test_accumulated_micro_batches_are_one_step_with_their_largest_amax():
     net(small)
     scaler = scales.sites["0"]["input"]
     assert (float(scaler.scale), scaler.state.history.tolist()) == (56.0, [0.0, 8.0, 8.0])
+    assert scales.sites["0"]["grad"].state.history.tolist() == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -327,6 +336,7 @@ def test_delayed_scales_compile_with_breaks():
 
 
 def test_bad_input_is_refused_with_the_way_out():
+    assert Cast(FP16).granularity == "tensor"  # 16 bits are the most
     block, longer = Cast(MXFP8_E4M3), Cast(E4M3FN, policy=replace(SHORT, history_len=4))
     for wrong, error, words in (
         (lambda: cast_like(nn.ReLU(), "mxfp8"), ValueError, "has none"),
@@ -339,6 +349,7 @@ def test_bad_input_is_refused_with_the_way_out():
         (lambda: Cast(E4M3FN, "axis", SHORT), ValueError, "current one"),
         (lambda: Cast(E4M3FN, rounding="nearest"), ValueError, "nearest_even"),
         (lambda: Cast(FP32), ValueError, "high precision"),
+        (lambda: Cast(get_format("e8m8")), ValueError, "high precision"),
         (lambda: Recipe("r", replace(block, hadamard=True), block), ValueError, "cancels"),
         (lambda: replace(DELAYED, wgrad_input=longer), ValueError, "same policy"),
     ):
