@@ -129,9 +129,8 @@ class Low(Tensor):
         name, kwargs = func.__name__, kwargs or {}
         if name in _LEAVES and _leaves(name, args, kwargs):
             args = (convert(args[0], torch.float32), *args[1:])
-        elif torch.is_grad_enabled() and "out" not in kwargs and _beside(cls, (*args, *kwargs.values())):
-            # a gradient may come in float32; what is written into is the tensor itself, and beside an `out` none flows
-            first = int(name in IN_PLACE)
+        elif torch.is_grad_enabled() and _beside(cls, (*args, *kwargs.values())):  # a gradient may come in float32
+            first = int(name in IN_PLACE)  # what is written into is the tensor itself
             taken, kwargs = map_tensors(_take, (args[first:], kwargs))
             args = (*args[:first], *taken)
         # private; the public default of Tensor would make results that are plain into this class

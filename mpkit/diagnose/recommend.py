@@ -67,7 +67,7 @@ def recommend(trace: Trace) -> Recommendation:
     tops = ceilings(trace, FP16)
     if not np.isfinite(tops).any():
         raise ValueError(_say("all_zero", steps=steps))
-    if (tops < _SCALES[0]).all():
+    if (tops[np.isfinite(tops)] < _SCALES[0]).all():  # a step whose gradients are all zero bears every scale
         return Recommendation("bf16", None, None, (_say("too_large", lowest=_SCALES[0]), _say("bf16")))
     static, lost = _static(trace, tops)
     spread = _say("spread", static=static, share=percent(float(np.mean(tops < static)), 1))

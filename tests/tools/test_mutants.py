@@ -48,6 +48,18 @@ def test_every_module_of_the_table_has_mutants_and_tests_of_its_own():
     assert all(len(reason) > 20 for reason in mutants.EQUIVALENT.values())
 
 
+def test_tests_that_start_processes_are_asked_last_of_what_all_others_let_pass(tmp_path, monkeypatch):
+    apart = "tests/unit/test_step_processes.py"
+    for name in ("mpkit/step.py", "tests/unit/test_step.py", apart):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a = 1\n")
+    mutant, asked = mutants.all_mutants(tmp_path, ["step"])[0], []
+    monkeypatch.setattr(mutants, "passes", lambda some, limit: asked.append(some) or True)
+    reached = mutants.Reached({"one": 0.1}, {mutant.file: {1: ["one"]}})
+    assert not mutants.kills(mutant, tmp_path, reached, contract=False)
+    assert asked == [["one"], [apart]]
+
+
 def test_an_entry_stands_for_its_mutant_or_for_the_line_of_a_constant(monkeypatch):
     every = mutants.mutants_of("FEW = 2**14  # why\nMORE = 2**14\ndef f(a):\n    return a + 1\n", "mpkit/x.py")
     names = {m.new: m.name for m in every if "MORE" not in m.text}

@@ -144,14 +144,8 @@ def test_attention_is_cast_inside():
 )
 def test_the_largest_element_and_a_last_bit_more_are_not_clipped(cast, top, scale):
     last_bit = torch.tensor(top).nextafter(torch.tensor(torch.inf)).item()
-    shares = {
-        top: 0.0,
-        -top: 0.0,
-        last_bit: 0.0,
-        top * (1 + 2.0**-22): 0.0,
-        top * (1 + 2.0**-20): 1 / 32,
-        -1.1 * top: 1 / 32,
-    }
+    shares = dict.fromkeys((top, -top, last_bit, top * (1 + 2.0**-22)), 0.0)
+    shares |= dict.fromkeys((top * (1 + 2.0**-20), -1.1 * top), 1 / 32)
     for value, share in shares.items():
         x = torch.zeros(1, 32)
         x[0, 3] = value
