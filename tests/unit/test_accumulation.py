@@ -130,9 +130,7 @@ def test_sharded_weights_get_their_gradients_from_fsdp(group_of_one: None) -> No
     ("dtype", "parts", "sent"),
     [(torch.float32, 1, [1, 2, 3, 4]), (torch.float32, 2, [0, 1, 1, 2]), (torch.bfloat16, 2, [0, 0, 0, 0])],
 )
-def test_a_replica_sends_once_for_each_update_and_no_sums_of_16_bits(
-    group_of_one: None, dtype: Any, parts: int, sent: list[int]
-) -> None:
+def test_a_replica_sends_once_for_each_update_and_no_sums_of_16_bits(group_of_one, dtype, parts, sent):
     net, buckets, seen = DistributedDataParallel(nn.Linear(1, 1).to(dtype)), [], []
 
     def sends(_, bucket):

@@ -26,15 +26,13 @@ def test_a_level_that_casts_results_computes_the_loss_in_float32(level: str) -> 
 @pytest.mark.parametrize(
     ("boost_level", "flags", "kind"),
     [
-        ("O0", None, TrainOneStepCell),
         ("O0", {"mode": "manual"}, TrainOneStepCell),
         ("O0", {"mode": "manual", "grad_accumulation": True}, BoostTrainOneStepCell),
-        ("O1", None, BoostTrainOneStepCell),
         ("O1", {"mode": "manual"}, BoostTrainOneStepCell),
     ],
 )
 def test_a_boost_level_or_an_algorithm_that_is_on_makes_a_boost_cell(boost_level, flags, kind):
     net = nn.Linear(3, 2)
-    config = flags and {"boost": flags, "grad_accumulation": {"grad_accumulation_step": 2}}
+    config = {"boost": flags, "grad_accumulation": {"grad_accumulation_step": 2}}
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     assert type(build_train_network(net, optimizer, None, "O0", boost_level, boost_config_dict=config)) is kind

@@ -245,8 +245,7 @@ def test_what_asks_for_float32_leaves_a_format_and_all_else_stays_in_it() -> Non
     plain, double = torch.ones(1), torch.ones(1, dtype=torch.float64)
 
     def asked(h: Tensor) -> Tensor:
-        leaves = [h.float(), h.to(torch.float32), h.to(dtype=torch.float32), h.type_as(plain)]
-        leaves += [h.to(plain), h.to(double)]
+        leaves = (h.float(), h.to(torch.float32), h.to(dtype=plain.dtype), h.type_as(plain), h.to(plain), h.to(double))
         stays = (h.to("cpu"), h.to(h), h.type_as(h), h.tanh())
         assert ({type(x) for x in leaves}, {type(x) for x in stays}) == ({Tensor}, {type(h)})
         assert h.to(double).dtype is torch.float64

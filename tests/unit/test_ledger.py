@@ -40,9 +40,8 @@ def test_rows_come_in_order_with_paths_and_precisions() -> None:
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, 4), (torch.bfloat16, 2), (FP16, 2), (E4M3FN, 1)], ids=str)
 def test_what_is_kept_for_the_backward_pass_counts_once_in_its_precision_and_no_weight(dtype: Any, size: int) -> None:
-    network = Written(
-        lambda m, x: torch.tanh(m.layer(x) + m.layer(x) + x @ m.layer.weight.T), layer=nn.Linear(4, 4, bias=False)
-    )
+    layer = nn.Linear(4, 4, bias=False)
+    network = Written(lambda m, x: torch.tanh(m.layer(x) + m.layer(x) + x @ m.layer.weight.T), layer=layer)
     if dtype is not None:
         auto_mixed_precision(network, "O2", dtype)
     with ledger(network) as book:
@@ -82,8 +81,7 @@ def test_counts_of_flushed_and_overflowed_values() -> None:
         assert (entry.flushed, entry.overflowed, row.flushed, row.overflowed) == (2, 1, 2, 1)
         assert entry.operation == ""
     layer = nn.Linear(1, 1)
-    for p in layer.parameters():
-        nn.init.constant_(p, 6e4)
+    nn.utils.vector_to_parameters(torch.full((2,), 6e4), layer.parameters())
     with ledger(auto_mixed_precision(layer, "O3"), count=True) as book:
         layer(torch.ones(1, 1))
     assert book.rows[0].overflowed == 1  # where the bias is added, a part of the operation

@@ -234,8 +234,7 @@ class Counts(Hook):
 
 def test_a_state_that_one_part_refuses_reaches_no_other_part():
     optimizers = [opt.Momentum([one_weight()], 0.1, 0.9), opt.Adam([one_weight()], 0.1)]
-    scaler = DynamicLossScaler(8.0, 2, 2)
-    step = ScaledStep(optimizers, scaler)
+    step = ScaledStep(optimizers, scaler := DynamicLossScaler(8.0, 2, 2))
     step.hooks += [Counts(), Counts()]
     before = copy.deepcopy(step.state_dict())
     assert_same(before["rule"], [scaler.state_dict()])
