@@ -30,8 +30,9 @@ def gradients_of_digits() -> dict[tuple[int, str], np.ndarray]:
     """Magnitudes of the non-zero gradients of a training on the digits, at four moments.
 
     The perceptron 784-128-128-10, batch 64, SGD with rate 0.1; "activations" are the gradients that flow back between
-    the layers, "weights" those of the parameters. Trained in float64, so that processors differ by 1e-13 and no value
-    changes its bin; the gradients are rounded to float32 at the end. A few seconds, once per process.
+    the layers, "weights" those of the parameters. Trained in float64, rounded to float32 at the end. Processors draw
+    weights and digits with other last bits: up to 240 steps shares differ by less than 0.001 %, after 720 by 0.3 %.
+    A few seconds, once per process.
     """
     torch.manual_seed(0)
     network = Network(hidden=128).double()
