@@ -97,7 +97,7 @@ class Rprop(Optimizer):
     def first(self, slot: str, weight: Tensor, group: Group) -> Tensor:
         if slot == "before":
             return torch.zeros_like(weight)
-        rate = torch.as_tensor(self._rate(group), dtype=torch.float64)
+        rate = torch.as_tensor(self._rate(group), dtype=torch.float64, device=weight.device)
         return torch.zeros_like(weight) + rate.clamp(*group["step_sizes"]).to(weight)
 
     def update(self, u: Update) -> None:

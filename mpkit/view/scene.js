@@ -561,7 +561,8 @@ function render({ model, el }) {
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
 		const left = { x: x - 12, y: y + 20 < p.bottom ? y + 15 : y - 6, "text-anchor": "end" }; // above its line are others
-		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? { x: x + 12, y: y + 4 } : left);
+		const beside = x + 6 * note.textContent.length > p.right ? { x: x - 12, y: y + 4, "text-anchor": "end" } : { x: x + 12, y: y + 4, "text-anchor": "start" };
+		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? beside : left);
 		const read = both ? [...v].map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
 		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": both ? v[0] : v, "aria-valuetext": read });
 	}

@@ -218,7 +218,7 @@ def test_what_is_wrong_is_refused_before_anything_runs(tmp_path, wrong, error):
 
 SETTINGS = {
     "dtype": lambda: torch.get_default_dtype() == torch.float32,
-    "device": lambda: torch.get_default_device().type == "cpu",
+    "device": lambda: torch.as_tensor(torch.empty(0, device="meta")).is_meta,  # a device that is set would fetch it
     "matmul": lambda: torch.get_float32_matmul_precision() == "highest",
     "grad": torch.is_grad_enabled,
     "deterministic": torch.are_deterministic_algorithms_enabled,
