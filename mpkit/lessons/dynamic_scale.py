@@ -68,26 +68,19 @@ def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
 
 
 def stepped(policy: ScalePolicy, tops: np.ndarray, puts: dict[int, float] = {}) -> tuple[np.ndarray, ...]:
-    """(scale used in each step, was it finite, what was decided after it) when step i overflows above `tops[i]`.
+    """(scale of each step, was it finite, which finite step of the window it was or 0, what was decided after it) when
+    step i overflows above `tops[i]`.
 
     `puts` are scales set by hand, by step; the count of finite steps starts again there.
     """
     state, steps = initial(policy), []
     for i, top in enumerate(tops.tolist()):
         state = initial(replace(policy, init_scale=puts[i])) if i in puts else state
-        used, fits = state.scale, state.scale <= top
+        used, fits = state, state.scale <= top
         state, _ = advance(policy, state, fits)
-        steps.append((used, state.scale, fits))
-    scale, after, finite = map(np.array, zip(*steps))
-    return scale, finite, explain(policy, scale, after, finite)
-
-
-def since_change(scale: np.ndarray, finite: np.ndarray, window: int, puts: list[int]) -> np.ndarray:
-    """Finite steps since the scale last moved, this one included: how full the window is; 0 in a skipped step."""
-    steps = np.arange(len(scale))
-    moved = finite & np.append(True, (scale[1:] != scale[:-1]) | ~finite[:-1])
-    moved[puts] = True
-    return np.where(finite, (steps - np.maximum.accumulate(np.where(moved, steps, 0))) % window + 1, 0)
+        steps.append((used.scale, state.scale, fits, fits * (used.good + 1)))
+    scale, after, finite, good = map(np.array, zip(*steps))
+    return scale, finite, good, explain(policy, scale, after, finite)
 
 
 # ---- a recorded run under your scaler
@@ -119,23 +112,23 @@ def dynamics(
     for at, power in drawn.items():
         ceiling[at : at + 1] = 2.0**power  # a trace may be shorter
     policy = ScalePolicy.by_factor(2.0**start, factor, window, 2.0**floor, name="dynamic")
-    scale, finite, reasons = stepped(policy, ceiling, {k: 2.0**v for k, v in puts.items()})
+    scale, finite, good, reasons = stepped(policy, ceiling, {k: 2.0**v for k, v in puts.items()})
     zeros = zero_share(trace, scale)
     plain = zero_share(trace, np.full(count, math.inf))  # in float32 already: ReLUs
     see.idle = {"run"} if own else set()
     if drawn or puts:
         see.buttons["Undo drawing"] = {"drawn": {}, "puts": {}}
 
-    low, high = fitted(ceiling, scale, scale / 8, room=3)  # the floor has its name below the ball
+    low, high = fitted(ceiling, scale, scale / 64, room=3)  # below the ball lie the floor's name and the window's ring
     see.grid(400, rows=(3, 1), cols=(2.7, 1))
     see.play("step", "step", count, every=100)
     used, top = exponents(scale, low, high), exponents(ceiling, low, high)
-    ring = since_change(scale, finite, window, [*puts]) / min(window, count)
     layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)][last_row(trace)]
+    ring = good / min(window, count)  # how full the window is
     main = _main(see, used, top, low, high, ring, finite, {"decision": reasons, "largest gradient": layers})
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     note = f"window {window}{': further left' * (window > 60)}"
-    grip: dict[str, Any] = {"slope": -1, "cross": _clear(used, window, low, high), "stem": True, "note": note}
+    grip: dict[str, Any] = {"slope": -1, "cross": low + 3, "stem": True, "note": note}
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
     grip = {"base": used, "log2": True, "stem": True, "cross": 7, "step": 0.25, "note": f"× {factor:.4g}"}
     main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", **grip)
@@ -164,15 +157,6 @@ def dynamics(
     )  # fmt: skip
 
 
-def _clear(used: np.ndarray, window: int, low: int, high: int) -> np.ndarray:
-    """In each step the height of the window's ring: far below the scale, or above it where that has come down there."""
-    ring = np.arange(len(used)) - min(window, 55)
-    start, end = (used[np.clip(ring + k, 0, len(used) - 1)] for k in (0, 22))  # of the name beside the ring
-    fifth = 0.2 * (high - low)
-    above = np.minimum(np.maximum(start, end) + fifth, high - 0.75 * fifth)
-    return np.where(np.minimum(start, end) < low + 2 * fifth, above, low + fifth)
-
-
 def _main(see: Sheet, used: Any, top: Any, low: int, high: int, ring: Any, finite: Any, notes: dict[str, Any]) -> Any:
     """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
     x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, len(used), 20)]}
@@ -182,8 +166,7 @@ def _main(see: Sheet, used: Any, top: Any, low: int, high: int, ring: Any, finit
     main.add("pen", y=top, color="overflow", name="drawn", lo=low, hi=high, label="ceiling", width=1.6)
     main.line(used, step="mid", width=2.6, show="upto", label="loss scale", ghost=True)
     main.crosses(used, skips, "skipped step", "ink", since=skips, size=4.5, show="upto")
-    ball: dict[str, Any] = {"color": ["overflow", "own"], "hue": finite.astype(np.uint8), "size": 7, "glide": True}
-    main.points(used, ring=ring, show="at", **ball)
+    main.points(used, color=["overflow", "own"], hue=finite.astype(np.uint8), ring=ring, size=7, show="at", glide=True)
     for label, words in notes.items():
         codes, of = np.unique(words.astype(str), return_inverse=True)
         main.add("notes", label=label, told=codes.tolist(), codes=of.astype(np.uint8))
@@ -263,7 +246,7 @@ FIRST, STEPS, ENDS = 40, 100, (14.0, 22.0)
 def draw(see: Sheet, typed="", drawn={}, shown=False) -> None:
     """A prediction that is drawn: the scale of steps 40 to 99, before it is shown. Numbers: `guess truth near`."""
     ceiling = recorded("gpt_sums")[1][:STEPS]
-    scale, finite, _ = stepped(ScalePolicy.by_factor(2.0**16, 2.0, 20, 1.0), ceiling)
+    scale, finite, *_ = stepped(ScalePolicy.by_factor(2.0**16, 2.0, 20, 1.0), ceiling)
     truth, top = np.log2(scale), np.clip(np.log2(ceiling), *ENDS)
     panel = see.panel(x=linear("step", -1, STEPS, 10), y=log2("loss scale", *ENDS))
     panel.band(top, ENDS[1], label="here it would overflow")

@@ -85,9 +85,8 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     at, tall = at[cols], 0.82 * shares[rows, cols] / shares.max()
     fill = np.array(FATES)[np.searchsorted(ends, at, side="right")]
     panel.boxes(at, rows + 0.42 - tall, at + 1, rows + 0.42, fill=fill.tolist(), quiet=True)
-    middle = (np.cumsum(shares[0]) < 0.5).sum() + recorded()["lowest"] + 0.5
-    grip = {"base": float(middle), "cross": -0.95, "note": "drag all rows"}
-    panel.handle("x", "scale", scale, 0, 40, "loss scale, 2 to the", **grip)
+    middle = float((np.cumsum(shares[0]) < 0.5).sum() + recorded()["lowest"] + 0.5)
+    panel.handle("x", "scale", scale, 0, 40, "loss scale, 2 to the", base=middle, cross=-0.95, note="drag all rows")
     lost = tenths(zero)
     told = [f"{t:g} % are 0" if not o else f"{o:g} % inf, NaN" for t, o in zip(lost, tenths(over))]
     panel.text(told, np.full(len(LAYERS), LAST), np.arange(len(LAYERS)), anchor="start", dx=8)

@@ -114,8 +114,7 @@ def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0
     at = np.arange(FIRST, LAST) + 0.5
     left.bars(bars, at, zones=zones(ends), width=1, label="share, %", quiet=True)
     largest = math.log2(gradients_of_digits()[moment, kind].max()) + SCALES  # too rare for a bar that one would see
-    look: dict[str, Any] = {"glyph": "|", "size": 12, "width": 2, "show": "at", "label": "the largest"}
-    left.points(np.zeros(len(SCALES)), largest, "ink", **look)
+    left.points(np.zeros(len(SCALES)), largest, "ink", glyph="|", size=12, width=2, show="at", label="the largest")
     grip: dict[str, Any] = {"base": at[np.argmax(bars[-first])], "cross": 1.08 * TALLEST, "note": "drag"}
     left.handle("x", "exponent", exponent, first, last, "loss scale, 2 to the", **grip)
 

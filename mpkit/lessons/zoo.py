@@ -154,7 +154,8 @@ def naive(see: Sheet, start=16, loss=2.3, decay=0.0, ceiling=18) -> None:
     panel.handle("y", "start", start, -10, 20, "start, 2 to the", cross=0.015 * SPAN)
     # both lines begin beside the ring; its name lies above it where the naive rule falls
     panel.text("start", 0, start, color="own", beside=4, dy=20 if powers[-1] >= start else -20, halo=True)
-    panel.handle("y", "ceiling", ceiling, 4, 24, "ceiling of the gradients, 2 to the", cross=0.6 * SPAN, note="ceiling")
+    panel.handle("y", "ceiling", ceiling, 4, 24, "ceiling of the gradients, 2 to the", cross=0.6 * SPAN)
+    panel.text("ceiling", 0.6 * SPAN, ceiling, color="own", dy=-16, halo=True)  # torch's rule stays below it
     inf = f" From step {over[0]} on inf goes into the weights." if len(over) else ""
     see.say(
         f"The naive rule starts at 2^{start}, with a loss of {loss:.4g} that falls by {100 * decay:.2g} % a step. At "

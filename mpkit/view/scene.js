@@ -560,9 +560,9 @@ function render({ model, el }) {
 		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
-		const left = { x: x - 12, y: y + 20 < p.bottom ? y + 15 : y - 6, "text-anchor": "end" }; // above its line are others
-		const beside = x + 6 * note.textContent.length > p.right ? { x: x - 12, y: y + 4, "text-anchor": "end" } : { x: x + 12, y: y + 4, "text-anchor": "start" };
-		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? beside : left);
+		const long = 12 + 6 * note.textContent.length, on = free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
+		const stem = m.stem && across, before = stem ? x - long > p.left : x + long > p.right || !(free || across);
+		set(note, { x: x + (before ? -12 : 12), y: y + (stem && !before ? -11 : on), "text-anchor": before ? "end" : "start" });
 		const read = both ? [...v].map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
 		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": both ? v[0] : v, "aria-valuetext": read });
 	}
@@ -612,8 +612,7 @@ function render({ model, el }) {
 		if (name && drag.m.axis !== "xy") drag.grab = drag.value - pulled(drag, x, y);
 		if (name) handles.get(name).g.focus(); else draws(e);
 		unhover();
-		over.setPointerCapture(e.pointerId);
-		e.preventDefault();
+		over.setPointerCapture(e.pointerId); e.preventDefault();
 	});
 	on(over, "pointermove", (e) => {
 		const [x, y] = spot(e), p = panelAt(x, y), { m, p: q } = drag ?? {}; // with the axes when the drag began

@@ -258,9 +258,10 @@ def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, An
     if m.get("look") != "plain":
         axes.plot(x, y, zorder=z + 1, **ball)
     if m.get("note"):
-        under = 9 if axes.transLimits.transform((x, y))[1] * high > 20 else -9  # above its line are others
-        beside = {"anchor": "end", "dx": -12, "dy": under} if left else {"dx": 12}
-        shift = {"dy": -15} if across and m.get("stem") else beside
+        far, up = axes.transLimits.transform((x, y)) * (1, high)
+        before = {"anchor": "end", "dx": -12, "dy": 0 if across else 9 if up > 20 else -9}  # above a line are others
+        stemmed = across and m.get("stem")
+        shift = before if left or (stemmed and far > 0.15) else {"dy": -15} if stemmed else {"dx": 12}
         _words(axes, x, y, m["note"], {"color": "own", "anchor": "start", "halo": True, **shift}, z)
 
 
