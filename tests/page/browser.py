@@ -34,133 +34,8 @@ SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
 
-# What is on the page: every widget output with its controls and pictures.
-OUTLINE = """() => [...document.querySelectorAll('.jp-Cell')].map((cell, index) => ({
-  index,
-  controls: ['.mpk .handle', '.mpk input[type=range]', 'select', 'input:not([type=range])', 'button', '.mpk summary',
-             '.mpk .pick[tabindex="0"]']
-    .flatMap((kind) => [...cell.querySelectorAll('.jp-OutputArea ' + kind)])
-    .filter((e) => e instanceof SVGElement || e.offsetParent !== null)
-    .map((e, n) => {
-      e.setAttribute('data-control', index + '-' + n);
-      const kind = e.matches('.handle, [type=range]') ? 'slider' : e.matches('button, summary, .pick') ? 'button'
-        : e.matches('select') ? 'select' : e.type;
-      const named = e.labels && e.labels.length ? e.labels[0].textContent : '';
-      return {id: index + '-' + n, kind, disabled: !!e.disabled, focusable: e.tabIndex >= 0,
-              name: (e.getAttribute('aria-label') || named || e.title || e.textContent).trim()};
-    }),
-  pictures: [...cell.querySelectorAll('.jp-OutputArea :is(img, svg[role=img])')]
-    .map((e) => e.getAttribute('alt') || e.getAttribute('aria-label') || ''),
-})).filter((cell) => cell.controls.length || cell.pictures.length)"""
-
-# Everything a reader sees of a cell's view (pictures, status line, table, the bar of what is done), as one short hash;
-# when a key went down.
-SIGHT = """addEventListener('keydown', (event) => {
-  window.__pressed = event.timeStamp;
-}, true);
-const sights = new WeakMap(); // written anew only where something has moved since: it is looked at in every frame
-window.__sight = (index) => {
-  const cell = document.querySelectorAll('.jp-Cell')[index];
-  let seen = sights.get(cell);
-  if (!seen) {
-    seen = {observer: new MutationObserver(() => { seen.moved = true; })};
-    seen.observer.observe(cell, {subtree: true, childList: true, attributes: true, characterData: true});
-    sights.set(cell, seen);
-  } else if (!seen.observer.takeRecords().length && !seen.moved) {
-    window.__shown = seen.text;
-    return seen.hash;
-  }
-  const all = (what, of) => [...cell.querySelectorAll('.jp-OutputArea ' + what)].map(of).join('|');
-  const words = (what) => all(what, (e) => e.textContent);
-  const drawn = all(':is(svg[role=img], .handle)', (e) => e.innerHTML.replaceAll(' style=""', ''));
-  const bar = all('progress', (e) => (e.hidden ? '' : e.value));
-  const text = [all('img', (e) => e.src), drawn, bar, words('[role=status]'), words('table')].join('#');
-  window.__shown = text;
-  let hash = 2166136261;
-  for (let i = 0; i < text.length; i++) hash = Math.imul(hash ^ text.charCodeAt(i), 16777619);
-  return Object.assign(seen, {text, moved: false, hash: text.length + ':' + (hash >>> 0)}).hash;
-}"""
-
-# What the page has asked of the kernel and not yet got done: the end of waiting, on a quick machine and on a busy one.
-PENDING = """() => { const session = window.jupyterapp.shell.currentWidget.sessionContext.session;
-  window.__pending = new Set();
-  window.__values = [];
-  session.anyMessage.connect((_, {msg, direction}) => {
-    if (direction === 'send' && msg.header.msg_type === 'comm_msg')
-      for (const [name, value] of Object.entries(msg.content.data.state || msg.content.data.content || {}))
-        if (['value', 'ask', 'index'].includes(name)) window.__values.push(value);
-    const ahead = direction === 'send' && 'wish' in (msg.content?.data?.state || {}); // changes nothing that is seen
-    if (direction === 'send' && msg.channel === 'shell' && !ahead) window.__pending.add(msg.header.msg_id);
-    if (direction === 'recv' && msg.header.msg_type === 'status' && msg.content.execution_state === 'idle')
-      window.__pending.delete(msg.parent_header.msg_id);
-  }); }"""
-
-# Whether the kernel, a view of the cell, or what one of its buttons started is under way.
-AT_WORK = """window.__atWork = (index) => window.__pending.size > 0 || !!document.querySelectorAll('.jp-Cell')[index]
-  .querySelector('.mpk[aria-busy=true], .mpk progress:not([hidden])');"""
 PATIENCE = 300_000.0  # ms for whatever is waited for: a busy machine is ten times as slow
 LOOKS = 6  # without news before the end is believed: on a busy machine a tenth of a second is one frame of the page
-
-# Milliseconds from the last key until the cell looks different from `before`; null once nothing has been under way for
-# `patience` ms.
-WATCH = """([index, before, patience, timeout, looks]) => new Promise((done) => {
-  const start = performance.now();
-  let busy = start, calm = 0;
-  const look = () => {
-    const now = performance.now();
-    calm += 1;
-    if (window.__atWork(index)) { busy = now; calm = 0; }
-    if (window.__sight(index) !== before) done(now - window.__pressed);
-    else if ((now - busy > patience && calm > looks) || now - start > timeout) done(null);
-    else requestAnimationFrame(look);
-  };
-  look();
-})"""
-
-# What the cell shows when nothing has been under way, and picture and focus have been the same, for `quiet` ms.
-SETTLED = """([index, quiet, timeout, looks]) => new Promise((done) => {
-  const start = performance.now();
-  let last = window.__sight(index), held = document.activeElement, since = start, calm = 0;
-  const look = () => {
-    const now = performance.now(), seen = window.__sight(index), focus = document.activeElement;
-    calm += 1;
-    if (seen !== last || focus !== held || window.__atWork(index)) { last = seen; held = focus; since = now; calm = 0; }
-    if ((now - since > quiet && calm > looks) || now - start > timeout) done(seen);
-    else requestAnimationFrame(look);
-  };
-  look();
-})"""
-
-# Gives a control the focus, as the Tab key does; what it says of itself, or null where it does not take the focus.
-FOCUS = """(id) => { const e = document.querySelector(`[data-control="${id}"]`);
-  if (!e) return null;
-  if (document.activeElement !== e) e.focus();
-  const top = e.matches('.handle') ? +e.getAttribute('aria-valuenow') >= +e.getAttribute('aria-valuemax')
-    : e.max !== undefined && +e.value >= +e.max;
-  return document.activeElement === e ? {top} : null; }"""
-
-CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.toJSON().cells
-  .map((c, index) => ({index, type: c.cell_type, ran: c.execution_count, tags: c.metadata.tags || [],
-    empty: !(Array.isArray(c.source) ? c.source.join('') : c.source).trim(),
-    errors: (c.outputs || []).filter((o) => o.output_type === 'error').map((o) => o.ename + ': ' + o.evalue)}))"""
-
-READY = """() => { const w = window.jupyterapp && window.jupyterapp.shell.currentWidget;
-  const k = w && w.sessionContext && w.sessionContext.session && w.sessionContext.session.kernel;
-  return !!(w && w.content && w.content.model && w.content.widgets.length && k && k.status === 'idle'); }"""
-
-ALL_RAN = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.toJSON().cells.every((c) =>
-  c.cell_type !== 'code' || c.execution_count || !(Array.isArray(c.source) ? c.source.join('') : c.source).trim())"""
-
-# One page of JupyterLab serves all notebooks of a worker: loading it anew for each takes seconds.
-# What is on its way is kept by the page and asked for again and again: a promise that only the browser's debugger holds
-# may be collected as garbage before it is kept.
-OPEN = """(path) => { const app = window.jupyterapp;
-  const opening = async () => {
-    const opened = await app.commands.execute('docmanager:open', {path});
-    await opened.context.ready;
-    app.shell.activateById(opened.id); };
-  window.__opened = null;
-  window.__opening = opening().then(() => { window.__opened = 'yes'; }, (e) => { window.__opened = String(e); }); }"""
 
 # Asks axe: [[rule, element], ...] of what is wrong; nothing is made of what is right, a quarter of its work.
 LOOK = """async ([context, options]) => {
@@ -265,7 +140,7 @@ class Tab:
         self.page.set_default_timeout(PATIENCE)
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.problems.append(f"uncaught: {error}"))
-        self.page.add_init_script(f"{SIGHT};\n{AT_WORK}")
+        self.page.add_init_script(path=Path(__file__).with_name("lab.js"))
         self.page.route("**/*", self._route)
         self.page.goto(lab.url(notebook), wait_until="domcontentloaded")
 
@@ -289,32 +164,29 @@ class Page:
         if lab.tab is None:
             lab.tab = Tab(lab, context, notebook)
         else:
-            lab.tab.page.evaluate(OPEN, f"notebooks/{notebook}")
+            lab.tab.page.evaluate("(path) => __open(path)", f"notebooks/{notebook}")
             lab.tab.page.wait_for_function("window.__opened", timeout=PATIENCE)
             assert lab.tab.page.evaluate("window.__opened") == "yes"
         self.page, self.problems, self.outside = lab.tab.page, lab.tab.problems, lab.tab.outside
-        self.page.wait_for_function(READY, timeout=PATIENCE)
-        self.page.evaluate(PENDING)
+        self.page.wait_for_function("() => __ready()", timeout=PATIENCE)
+        self.page.evaluate("() => __listen()")
 
     def run_all(self, timeout: float = PATIENCE) -> None:
         """Run every cell and wait until the kernel rests."""
-        self.page.evaluate(
-            "() => { window.__ran = false; window.jupyterapp.commands.execute('notebook:run-all-cells')"
-            ".finally(() => { window.__ran = true; }); }"
-        )
-        for condition in ("() => window.__ran", READY):
+        self.page.evaluate("() => __runAll()")
+        for condition in ("() => window.__ran", "() => __ready()"):
             self.page.wait_for_function(condition, timeout=timeout, polling=100)
         with contextlib.suppress(PlaywrightTimeout):  # counts arrive after the kernel rests; the caller names gaps
-            self.page.wait_for_function(ALL_RAN, timeout=60_000, polling=100)
+            self.page.wait_for_function("() => __allRan()", timeout=60_000, polling=100)
         self.settled(0, quiet=0.3)  # the last widgets are drawn
 
     def cells(self) -> list[dict[str, Any]]:
         """Type, execution count, tags and errors of every cell."""
-        return self.page.evaluate(CELLS)
+        return self.page.evaluate("() => __cells()")
 
     def outline(self) -> list[dict[str, Any]]:
         """Cells with controls or pictures."""
-        return self.page.evaluate(OUTLINE)
+        return self.page.evaluate("() => __outline()")
 
     def explains(self, cell: int) -> bool:
         """Whether the view says why an input or a button had no effect."""
@@ -330,11 +202,11 @@ class Page:
 
     def changed(self, cell: int, before: str, patience: float = 0.25) -> float | None:
         """Milliseconds from the key until the cell differs from `before`; None if the kernel is done before."""
-        return self.page.evaluate(WATCH, [cell, before, 1000 * patience, PATIENCE, LOOKS])
+        return self.page.evaluate("(asked) => __watch(asked)", [cell, before, 1000 * patience, PATIENCE, LOOKS])
 
     def settled(self, cell: int, quiet: float = 0.1) -> str:
         """What the cell shows once the kernel is done and the cell has not changed for `quiet` seconds."""
-        return self.page.evaluate(SETTLED, [cell, 1000 * quiet, PATIENCE, LOOKS])
+        return self.page.evaluate("(asked) => __settled(asked)", [cell, 1000 * quiet, PATIENCE, LOOKS])
 
     def __enter__(self) -> Page:
         return self
@@ -356,7 +228,7 @@ PLAY = ("Play", "Pause")
 
 def press(page, control, *keys):
     """Focus a control and press keys."""
-    if page.page.evaluate(FOCUS, control["id"]) is None:  # drawn anew, or not to be reached yet
+    if page.page.evaluate("(id) => __focus(id)", control["id"]) is None:  # drawn anew, or not to be reached yet
         page.control(control).focus()
     for key in keys:
         page.page.keyboard.press(key)
@@ -368,7 +240,7 @@ def poke(page, cell, control, patience=0.25):
         control["kind"], [["ArrowUp", "Enter"], ["ArrowDown", "Enter"]]
     )
     press(page, control)
-    if len(tries) == 2 and (page.page.evaluate(FOCUS, control["id"]) or {}).get("top"):
+    if len(tries) == 2 and (page.page.evaluate("(id) => __focus(id)", control["id"]) or {}).get("top"):
         tries.reverse()
     for keys in tries:
         before = page.page.evaluate("(cell) => window.__sight(cell)", cell)
@@ -377,10 +249,6 @@ def poke(page, cell, control, patience=0.25):
         if shown is not None:
             return shown
     return None
-
-
-END = """(cell) => [...document.querySelectorAll('.jp-Cell')[cell].querySelectorAll('.mpk button')]
-  .find((button) => button.textContent === 'Stop')?.click()"""
 
 
 def by_name(cell, name):
@@ -436,7 +304,7 @@ def use(page, cell):
         if control["name"] == "Show as table":
             press(page, control, "Enter")  # hides it
         if control["kind"] == "button":
-            page.page.evaluate(END, index)  # whatever the button started
+            page.page.evaluate("(cell) => __end(cell)", index)  # whatever the button started
         page.settled(index, quiet=0.3 if starts else 0.1)
     assert dead == [], f"controls of cell {index} that change nothing: {dead}"
     if reset and not stop:

@@ -20,6 +20,7 @@ def test_zero_and_tiny_vectors() -> None:
     a, zero = torch.tensor([2.0, 1.0]), torch.zeros(2)
     assert adasum_pair(a, zero, eps=0).tolist() == [2.0, 1.0]
     assert adasum_pair(zero, zero, eps=0).tolist() == [0.0, 0.0]
+    assert adasum_pair(1e-200 * a.double(), zero.double(), eps=0).tolist() == [2e-200, 1e-200]  # its square is 0
     tiny = torch.tensor([1e-9, -1e-9])
     torch.testing.assert_close(adasum_pair(tiny, zero), tiny / 2)  # the epsilon dominates: the mean
 

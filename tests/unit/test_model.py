@@ -145,18 +145,20 @@ def test_predict_gives_the_levels_dtype_and_an_evaluation_widens_it():
 
 
 class Evaluated(nn.Module):
-    def __init__(self, net):
+    def __init__(self, net, places):
         super().__init__()
-        self.net = net
+        self.net, self.places = net, places
 
     def forward(self, x, y):
         out = self.net(x)
-        return y, nn.functional.cross_entropy(out, y), out
+        parts = dict(zip(self.places, (nn.functional.cross_entropy(out, y), out, y)))
+        return parts[0], parts[1], parts[2]
 
 
-def test_an_evaluation_network_of_ones_own():
+@pytest.mark.parametrize("places", [[1, 2, 0], None])
+def test_an_evaluation_network_of_ones_own(places):
     net, asked = network(), {"accuracy", "loss"}
-    own = Model(net, metrics=asked, eval_network=Evaluated(net), eval_indexes=[1, 2, 0])
+    own = Model(net, metrics=asked, eval_network=Evaluated(net, places or [0, 1, 2]), eval_indexes=places)
     assert own.eval(loader()) == Model(net, nn.CrossEntropyLoss(), metrics=asked).eval(loader())
 
 

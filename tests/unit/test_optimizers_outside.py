@@ -69,7 +69,7 @@ def test_a_compiled_step_follows_schedules_and_decay_functions(make):
     torch.compiler.reset()
     a, b = one_weight(value=2.0), one_weight(value=2.0)
     compiled, eager = make([a]), make([b])
-    step = torch.compile(compiled.step, backend="eager")
+    step = torch.compile(compiled.step, backend="eager", fullgraph=True)
     for _ in range(5):
         a.grad, b.grad = torch.ones(1), torch.ones(1)
         step()

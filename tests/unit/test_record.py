@@ -296,6 +296,7 @@ def test_activations_are_the_outputs_of_the_leaves_in_recorded_training_steps() 
                 with torch.no_grad():
                     network(100 * x)
                 copy.deepcopy(network)(100 * x)
+                copy.copy(network[1][0])(100 * x)
             network.zero_grad()
             loss = F.cross_entropy(network(x if step % 2 == 0 else 100 * x), y)
             loss.backward()
@@ -454,6 +455,7 @@ def changed_head(key: str, value: object):
         (lambda a: a | {"loss": a["loss"][:-1]}, "loss"),
         (lambda a: a | {"loss": np.array([{}], dtype=object)}, "damaged"),
         (lambda a: a | {"gradients_counts": a["gradients_counts"] + 1}, "more values"),
+        (lambda a: a | {"gradients_nonfinite": a["gradients_nonfinite"] + 1}, "more values"),
         (lambda a: a | {"step": a["step"][::-1].copy()}, "ascend"),
         (lambda a: a | {"scale": -a["scale"]}, "loss scale"),
         (lambda a: a | {"gradients_largest": -a["gradients_largest"]}, "largest"),

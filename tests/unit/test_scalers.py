@@ -323,6 +323,16 @@ def test_all_finite_looks_into_compressed_tensors():
 
 
 @pytest.mark.parametrize(
+    "sent",
+    [
+        lambda scaler, shape: scaler.scale(
+            tuple(torch.ones(2, device="meta")) if shape else torch.ones((), device="meta")
+        ),
+        lambda scaler, shape: scaler.adjust(torch.ones(shape, dtype=torch.bool, device="meta")),
+    ],
+    ids=["a loss", "a verdict"],
+)
+@pytest.mark.parametrize(
     "make",
     [
         lambda: DynamicLossScaler(1024.0, 2, 3),
@@ -332,10 +342,10 @@ def test_all_finite_looks_into_compressed_tensors():
     ],
     ids=["dynamic", "fused", "by the rule", "several"],
 )
-def test_a_scaler_goes_where_the_loss_is_with_all_that_it_counts(make: Any) -> None:
+def test_a_scaler_goes_where_the_loss_is_with_all_that_it_counts(make: Any, sent: Any) -> None:
     scaler = make()
-    live, loss = scaler.live, torch.ones((), device="meta")
-    scaler.scale(loss if scaler.scale_value.numel() == 1 else (loss, loss))
+    live = scaler.live
+    sent(scaler, live.shape)
     held = [v for v in vars(live).values() if isinstance(v, torch.Tensor)]
     assert {t.device.type for t in [*held, *live.counts.values()]} == {"meta"}
     if live.shape:

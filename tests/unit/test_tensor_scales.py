@@ -193,6 +193,7 @@ def test_the_last_bits_of_a_product_are_no_clipping(last_bits, clipped):
         (lambda: tensor_scale_preset("te_delayed", amax_compute_algo="mean"), ValueError, "most_recent"),
         (lambda: advance(TE, initial_tensor_scale(TE), -1.0), ValueError, r"\[0, inf\]"),
         (lambda: TE[0], TypeError, "one policy"),
+        (lambda: TensorScalePolicy(2.0**-150), ValueError, "element_max"),
         (lambda: stack_tensor_scales([]), ValueError, "at least one"),
         (lambda: TensorScaler(TENSOR_SCALE_PRESETS["te_current"]), ValueError, "no state"),
     ],
