@@ -86,7 +86,7 @@ class Wrapper(Closing, TorchOptimizer):
         vars(self).update(state)
 
 
-Wrapper.step.hooked = True  # type: ignore[attr-defined]  # torch would put its hooks around those that are there
+Wrapper.step.hooked = True  # type: ignore[attr-defined]  # as torch marks a step around which hooks run
 
 
 class NamedParameter(NamedTuple):

@@ -23,10 +23,12 @@ WAYS = ("stochastic", "kahan")
 def wrapped(kind: str) -> opt.Wrapper:
     weights = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3)]
     inside = opt.Momentum(weights, 0.5, 0.5)
+    if kind == "two":
+        return opt.Wrapper(opt.Wrapper(inside))
     return {"plain": opt.Wrapper, "LARS": opt.LARS, "bf16": BFloat16Weights}[kind](inside)
 
 
-@pytest.mark.parametrize("kind", ["plain", "LARS", "bf16"])
+@pytest.mark.parametrize("kind", ["plain", "two", "LARS", "bf16"])
 def test_hooks_run_once_whichever_object_they_were_given_to(kind):
     optimizer, seen = wrapped(kind), []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))

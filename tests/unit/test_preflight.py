@@ -163,6 +163,12 @@ def test_lazy_modules_meta_tensors_and_integers_hold_nothing() -> None:
     assert preflight(network, torch.optim.SGD(network[2].parameters(), 0.1))[0].what.startswith("it is trainable")
 
 
+def test_a_decay_that_enters_the_gradient_is_no_decay_that_is_lost() -> None:
+    layer = weights(torch.bfloat16)
+    found = preflight(layer, torch.optim.SGD(layer.parameters(), 1e-5, weight_decay=0.01))
+    assert not [f for f in found if "decay" in f.what]
+
+
 @pytest.mark.parametrize(("level", "cast"), [("O2", "level O2"), ("torch_autocast", "torch.autocast")])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_all_that_is_found_at_once_in_order(level: str, cast: str, bad: float) -> None:

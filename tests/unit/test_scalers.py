@@ -316,9 +316,9 @@ def test_unscaling_refuses_what_it_cannot_divide():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_all_finite_looks_into_compressed_tensors():
+def test_all_finite_looks_into_compressed_and_8_bit_tensors():
     dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
-    assert all_finite([dense.to_sparse_csr()])
+    assert all_finite([dense.to_sparse_csr(), dense.to(torch.float8_e5m2)])
     assert not all_finite([(dense * math.inf).nan_to_num(0.0, posinf=math.inf).to_sparse_csr()])
 
 
