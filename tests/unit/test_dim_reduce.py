@@ -177,7 +177,7 @@ def test_true_gradients_stay_in_place() -> None:
     grad = net.w.grad.clone()
     reduce(loss.detach(), [net.w.grad], None, None)
     assert torch.equal(net.w.grad, grad)
-    half = DimReduce(net, torch.optim.SGD([net.w], 1.0), [net.w], np.eye(3)[:1], 2, rank_size=2)
+    half = DimReduce(net, torch.optim.SGD([net.w], 1.0), [net.w], np.eye(3)[1:2], 2, rank=1, rank_size=2)
     with pytest.raises(ValueError, match="process group"):  # of two, one of which is not there
         half(loss.detach(), [net.w.grad])
 
