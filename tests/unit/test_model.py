@@ -157,9 +157,10 @@ class Evaluated(nn.Module):
 
 @pytest.mark.parametrize("places", [[1, 2, 0], None])
 def test_an_evaluation_network_of_ones_own(places):
-    net, asked = network(), {"accuracy", "loss"}
-    own = Model(net, metrics=asked, eval_network=Evaluated(net, places or [0, 1, 2]), eval_indexes=places)
-    assert own.eval(loader()) == Model(net, nn.CrossEntropyLoss(), metrics=asked).eval(loader())
+    net, asked, loss_fn = network(), {"accuracy", "loss"}, nn.CrossEntropyLoss()
+    evaluated = Evaluated(net, places or [0, 1, 2])
+    own = Model(net, loss_fn, torch.optim.SGD(net.parameters(), 0.1), asked, evaluated, places)
+    assert own.eval(loader()) == Model(net, loss_fn, metrics=asked).eval(loader())
 
 
 @pytest.mark.parametrize(
