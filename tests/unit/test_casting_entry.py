@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpkit.casting import amp_level, auto_mixed_precision, cast_like, custom_mixed_precision, to_float, within
+from mpkit.casting import (
+    amp_level,
+    auto_mixed_precision,
+    cast_like,
+    custom_mixed_precision,
+    get_black_list,
+    to_float,
+    within,
+)
 from mpkit.formats import BF16
 
 X = torch.rand(3, 4)
@@ -80,6 +88,12 @@ def test_what_a_method_computes_with_parameters_alone_is_as_without_a_level(put:
     put(network)
     network(X)
     assert torch.equal(network.penalty(), want)
+
+
+def test_norms_that_a_black_list_leaves_out_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    custom_mixed_precision(nn.Linear(2, 2), black_list=[nn.LayerNorm])
+    named = [record.args[0] for record in caplog.records]  # type: ignore[index]
+    assert named == [kind.__name__ for kind in get_black_list() if kind is not nn.LayerNorm]
 
 
 def test_within_is_for_modules_at_a_level() -> None:
