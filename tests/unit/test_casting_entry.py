@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -90,9 +91,10 @@ def test_what_a_method_computes_with_parameters_alone_is_as_without_a_level(put:
     assert torch.equal(network.penalty(), want)
 
 
-def test_norms_that_a_black_list_leaves_out_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    custom_mixed_precision(nn.Linear(2, 2), black_list=[nn.LayerNorm])
-    named = [record.args[0] for record in caplog.records]  # type: ignore[index]
+def test_norms_that_a_black_list_leaves_out_are_logged() -> None:
+    with TestCase().assertLogs("mpkit") as told:
+        custom_mixed_precision(nn.Linear(2, 2), black_list=[nn.LayerNorm])
+    named = [record.args[0] for record in told.records]  # type: ignore[index]
     assert named == [kind.__name__ for kind in get_black_list() if kind is not nn.LayerNorm]
 
 
