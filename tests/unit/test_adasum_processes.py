@@ -106,7 +106,6 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return world, in_group(partial(everything, world=world), tmp_path_factory.mktemp("world"), world)
 
 
-@pytest.mark.slow
 def test_processes_merge_like_simulated_workers(run: tuple[int, list[dict[str, Any]]]) -> None:
     world, ranks = run[0], [seen["merge"] for seen in run[1]]
     exact = adasum([deltas_of(rank, torch.float64) for rank in range(world)])
@@ -123,7 +122,6 @@ def test_processes_merge_like_simulated_workers(run: tuple[int, list[dict[str, A
                     torch.testing.assert_close(got.double(), tree, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_step_in_processes_equals_the_step_worked_out_in_one(run: tuple[int, list[dict[str, Any]]]) -> None:
     world, found = run[0], [seen["train"] for seen in run[1]]
     devices = 2 if world == 4 else 1
@@ -135,7 +133,6 @@ def test_a_step_in_processes_equals_the_step_worked_out_in_one(run: tuple[int, l
             torch.testing.assert_close(got, w - m, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_dimension_reduction_over_ranks_equals_one_process(run: tuple[int, list[dict[str, Any]]]) -> None:
     alone = _descend(0, 1, slice(None))  # five components: neither 2 nor 4 ranks divide them
     for seen in run[1]:
@@ -143,7 +140,6 @@ def test_dimension_reduction_over_ranks_equals_one_process(run: tuple[int, list[
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_other_shapes_in_another_process_are_told_to_all(run: tuple[int, list[dict[str, Any]]]) -> None:
     for seen in run[1]:
         assert "same parameters, in the same order" in seen["mismatched"][0]
