@@ -9,6 +9,7 @@ from unittest import TestCase
 
 import pytest
 import torch
+from support import Op
 from torch import Tensor, nn
 
 from mpkit.casting import (
@@ -120,6 +121,12 @@ def test_what_is_no_tensor_is_refused_by_torch_itself(level: str) -> None:
         for nothing in (None, [1.0, 2.0]):
             with pytest.raises(TypeError, match="Tensor"):
                 network(nothing)
+
+    def fails(_: Tensor) -> Tensor:
+        raise RuntimeError("of one's own")
+
+    with pytest.raises(RuntimeError, match=r"^of one's own$"):
+        auto_mixed_precision(Op(fails), level)(torch.ones(1))
 
 
 def test_within_a_level_no_autocast_rules_and_where_a_recipe_says_nothing_it_goes_on() -> None:

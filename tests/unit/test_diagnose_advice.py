@@ -60,12 +60,13 @@ def test_every_cure_of_an_overflow_works_when_it_is_followed(fault: Fault) -> No
 
 def test_a_loss_outside_of_the_network_is_advised_to_compute_in_float32() -> None:
     torch.manual_seed(0)
-    network, loss = nn.Sequential(nn.Linear(8, 3, bias=False)), lambda out: (out * 0 + 300).square().mean()
-    batch = torch.rand(4, 8)
+    network = Written(lambda m, x: (m.layer(x), "its name"), layer=nn.Linear(8, 3, bias=False))
+    loss, batch = lambda out: (out[0] * 0 + 300).square().mean(), torch.rand(4, 8)
     report = diagnose(network, batch, loss, level="auto", scale=1.0)
     assert (report.verdict, report.module) == ("forward_overflow", "(loss function)")
     assert [cure.kind for cure in report.cures] == ["loss", "bfloat16"]
-    assert diagnose(network, batch, lambda out: loss(out.float()), level="auto", scale=1.0).verdict == "healthy"
+    wide = diagnose(network, batch, lambda out: loss((out[0].float(),)), level="auto", scale=1.0)
+    assert wide.verdict == "healthy"
 
 
 HINTED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {

@@ -247,6 +247,9 @@ def test_quantize_in_transforms_rounds_the_tangent_to_the_gradients_format():
         value, tangent = torch.func.jvp(lambda x, g=grad_fmt: quantize(x, FP16, g), (x,), (t,))
         assert torch.equal(value, round_to(x, FP16))
         assert torch.equal(tangent, want)
+    rows = torch.tensor([[1.0001, 3.0], [2.0002, 5.0001], [7.0, 0.3]])
+    columns = torch.func.vmap(lambda column: quantize(column, FP16), in_dims=1)(rows)
+    assert torch.equal(columns, round_to(rows, FP16).T)
 
 
 def test_quantize_can_be_differentiated_twice():
