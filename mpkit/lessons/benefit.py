@@ -158,8 +158,8 @@ def roofline(see: Sheet, card="A100 40GB", rows=8192, width=1024) -> None:
     slow = "by its memory" if times["float16"] > work / (there.float16 * 1e12) else "by computing"
     measured = "" if list(gpu.stored()) else " Published peaks, not measured on a GPU."
     see.say(
-        f"A linear layer of {width} x {width} on {rows} rows, {card}. At best so many times as fast as float32: "
-        f"{gains}. float16 is held back {slow}.{measured}",
+        f"A linear layer of {width} × {width} on {rows} row{'s' * (rows > 1)}, {card}. At best so many times as fast "
+        f"as float32: {gains}. float16 is held back {slow}.{measured}",
         seconds=times,
     )  # fmt: skip
     see.rows = [{"format": form, "microseconds": f"{1e6 * t:.3g}"} for form, t in times.items()]

@@ -173,7 +173,7 @@ def _errors(see: Sheet, seen: Walk, plain: Walk, fmt: str) -> None:
     own, wide = (exponents(w.errors, LOWEST, HIGHEST) for w in (seen, plain))
     below.line(wide, color="reference", dash="--", glyph="s", size=3, label="float32 (O0)")
     below.line(own, color="own", glyph="o", label=f"{fmt}, at the level", ghost=True)
-    lost = ("flushed to zero", "zero", "v", LOWEST + 1.5), ("overflowed", "overflow", "x", HIGHEST - 1.2)
+    lost = ("flushed to zero", "zero", "v", LOWEST + 1.5), ("overflowed", "overflow", "x", HIGHEST - 2.4)
     for label, color, glyph, height in lost:  # the first word names the column of the ledger
         if found := {i: n for i, s in enumerate(steps) if (n := getattr(s, label.split()[0]))}:
             told = [f"{n} of the values" for n in found.values()]

@@ -162,12 +162,10 @@ def _plane(see: Sheet, path: Path, earlier: np.ndarray) -> np.ndarray:
     edge = np.clip(refused, low, high)
     beyond = (refused != edge).any(-1) & ~np.isnan(refused).any(-1)
     for i in (0, 1):
-        look = {"glyph": "x", "size": 5, "show": "at", "label": "refused trial"}
-        plane.points(edge[:, i, 1], edge[:, i, 0], "overflow", **look)
+        plane.points(edge[:, i, 1], edge[:, i, 0], "overflow", glyph="x", size=5, show="at", label="refused trial")
         words = np.where(beyond[:, i] & ~beyond[:, :i].any(1), "beyond the picture", "").tolist()  # once for both
         x, y = np.nan_to_num(np.clip(edge[:, i], np.add(low, (6.5, 0)), np.subtract(high, (6.5, 1)))).T  # in the panel
         plane.text(words, x, y, show="at", dy=-14, color="overflow", halo=True)
-        look = {"glyph": "D", "size": 5, "show": "at", "label": "accepted trial"}
-        plane.points(taken[:, i, 1], taken[:, i, 0], "normal", **look)
+        plane.points(taken[:, i, 1], taken[:, i, 0], "normal", glyph="D", size=5, show="at", label="accepted trial")
     plane.points(now[:-1, 1], now[:-1, 0], "ink", fill="paper", size=5, show="at", label="weights now")
     return beyond.sum(1)

@@ -128,7 +128,7 @@ def dynamics(
     main = _main(see, used, top, low, high, ring, finite, {"decision": reasons, "largest gradient": layers})
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     note = f"window {window}{': further left' * (window > 60)}"
-    grip: dict[str, Any] = {"slope": -1, "cross": low + 3, "stem": True, "note": note}
+    grip: dict[str, Any] = {"slope": -1, "cross": low + 3 + 2 * (abs(floor - low - 3) < 2), "stem": True, "note": note}
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
     grip = {"base": used, "log2": True, "stem": True, "cross": 7, "step": 0.25, "note": f"× {factor:.4g}"}
     main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", **grip)
@@ -182,7 +182,7 @@ def _whole(see: Sheet, used: Any, top: Any, finite: Any, low: int, high: int, st
     whole.line(used, step="mid", width=1.6)
     whole.crosses(used, np.flatnonzero(~finite), color="ink", size=2.5, width=1.4)
     whole.handle("x", "step", min(step, len(used) - 1), 0, len(used) - 1, "step")
-    whole.handle("y", "start", start, 0, 32, "start, 2 to the", cross=0.015 * len(used), note="start")
+    whole.handle("y", "start", start, 0, 32, "start, 2 to the", cross=0.04 * len(used), note="start")
 
 
 # ---- factor x window

@@ -91,8 +91,8 @@ def edge(see: Sheet, scale=0, step=0) -> None:
     told = [f"{t:g} % are 0" if not o else f"{o:g} % inf, NaN" for t, o in zip(lost, tenths(over))]
     panel.text(told, np.full(len(LAYERS), LAST), np.arange(len(LAYERS)), anchor="start", dx=8)
     see.say(
-        f"After {step} steps, times 2^{scale}: float16 computes {lost[0]:g} % of the first layer's gradients as 0, "
-        f"{lost[2]:g} % of the 3rd layer's and {lost[-1]:g} % of the output layer's.",
+        f"After {step} steps, times 2^{scale}, float16 computes as 0: {lost[0]:g} % of the first layer's gradients, "
+        f"{lost[2]:g} % of the 3rd layer's, {lost[-1]:g} % of the output layer's. {(over > 0).sum()} of 7 overflow.",
         zero=zero, overflow=over,
     )  # fmt: skip
     see.rows = [{"layer": name, "in float16": words} for name, words in zip(LAYERS, told)]

@@ -79,14 +79,10 @@ def heights(magnitudes: np.ndarray) -> np.ndarray:
 
 @cache
 def seen(moment: int, kind: str, fmt: str) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
-    """`shares`, `heights`, and the highest safe exponent: it leaves the largest one power of two below overflow.
-
-    0, no scaling, where less than one value in a million is flushed or subnormal without.
-    """
+    """`shares`, `heights`, and the highest safe exponent: it leaves the largest one power of two below overflow."""
     values, form = gradients_of_digits()[moment, kind], get_format(fmt)
-    course, none = shares(values, form), int(np.flatnonzero(SCALES == 0)[0])
     best = math.floor(math.log2(form.overflow_edge) - math.log2(values.max())) - 1
-    return course, heights(values), best if course["lost"][none] + course["subnormal"][none] >= 1e-6 else 0
+    return shares(values, form), heights(values), best
 
 
 # ---- the histogram that is dragged
@@ -123,8 +119,9 @@ def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0
     for name, label, color, glyph, dash in LOST:
         right.line(100 * course[name], SCALES, color, label=label, every=4, glyph=glyph, dash=dash)
         right.points(100 * course[name], SCALES, "own", show="at", size=5, label="at this scale")
-    right.rule("x", best, "normal", dash=":", width=2)
-    right.text("highest safe", best, 96, color="normal", halo=True, beside=-6 if best > 16 else 6)
+    if best <= last:
+        right.rule("x", best, "normal", dash=":", width=2)
+        right.text("highest safe", best, 96, color="normal", halo=True, beside=-6 if best > 16 else 6)
     told: dict[str, Any] = {name: tenths(share) for name, share in course.items()}
     see.say(
         f"After {moment} steps, gradients of {kind} in {fmt} at a loss scale of {{power:2^}}: {{lost}} % become "

@@ -118,6 +118,7 @@ def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=6) -> None:
     low, high = -8, max(3, math.ceil(math.log2(float(np.abs(x).max()))) + 1)
     see.grid(420)
     across, up = linear("place in the row", -1, 128, 8), log2("magnitude", low - 0.4, high)  # or an x would be cut
+    up["ticks"][0][1] = "0"
     panel = see.panel(title="128 magnitudes in a row, and how they are stored; zero is at the bottom", x=across, y=up)
     for border in range(size, 128, size):
         panel.rule("x", border - 0.5)
@@ -127,7 +128,7 @@ def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=6) -> None:
     gone = int((decoded == 0).sum())
     see.say(
         f"{fmt}, blocks of {size}, {'scales in E4M3' if fmt == 'NVFP4' else f'scale rule {rule}'}, "
-        f"{f'an outlier of 1.9 x 2^{outlier}' if outlier else 'no outlier'}. In the row that is shown {gone} of 128 "
+        f"{f'an outlier of 1.9 × 2^{outlier}' if outlier else 'no outlier'}. In the row that is shown {gone} of 128 "
         f"values {'becomes' if gone == 1 else 'become'} zero. Over {ROWS} such rows: {{snr:.1f}} dB signal to noise"
         f"{' beside the outlier' if outlier else ''}, {percent(clipped, 1)} of the blocks clipped, "
         f"{percent(flushed, 1)} of the values zero.",

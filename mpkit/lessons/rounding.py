@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpkit.formats import FloatFormat, get_format
 from mpkit.lessons.formats import store
-from mpkit.rounding import MODES, round_to
+from mpkit.rounding import MODES, Mode, round_to
 from mpkit.view import Choice, Panel, Range, Sheet, Stroke, Text, linear, names, percent, prediction, read_number, view
 
 NARROW = ["fp16", "bf16", "e5m2", "e4m3fn", "e3m2", "e2m3", "e2m1"]
@@ -37,25 +37,26 @@ STEPS = 2000
 def added(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> dict[str, np.ndarray]:
     """A weight that starts at 1 and receives `steps` equal updates, in four schemes and exactly.
 
-    "nearest" and "kahan" are torch's own 16-bit arithmetic, "stochastic" is emulated; "master" keeps weight and update
-    in float32 and rounds only the copy that a network would compute with. The update is rounded first elsewhere too.
+    "nearest" and "stochastic" round each new weight once, as torch's optimizers do; "kahan" is 16-bit arithmetic, so
+    it rounds the update first; "master" adds in float32 and rounds only the copy that a network would compute with.
 
     Returns:  (steps + 1,) float64 weights for each scheme and "exact".
     """
     fmt, generator = get_format(fmt_name), torch.Generator().manual_seed(seed)
-    small = torch.tensor(update).to(fmt.torch_dtype)
-    one, every = torch.ones_like(small), [small] * steps
+    small, every = torch.tensor(update).to(fmt.torch_dtype), [update] * steps
 
-    def by_chance(weight: Tensor, x: Tensor) -> Tensor:
-        return round_to(weight + x.float(), fmt, "stochastic", generator=generator)
+    def summed(mode: Mode) -> np.ndarray:
+        sums = accumulate(every, lambda w, x: round_to(w + x, fmt, mode, generator=generator), initial=torch.ones(()))
+        return np.array([w.item() for w in sums])
 
-    master = np.cumsum(np.array([1.0] + [update] * steps, dtype=np.float32), dtype=np.float32)
-    kahan = accumulate(every, lambda held, x: kahan_add(held[0], held[1], x), initial=(one, torch.zeros_like(small)))
+    master = np.cumsum(np.array([1.0, *every], dtype=np.float32), dtype=np.float32)
+    held = torch.ones_like(small), torch.zeros_like(small)
+    kahan = accumulate([small] * steps, lambda held, x: kahan_add(held[0], held[1], x), initial=held)
     return {
-        "nearest": np.array([w.item() for w in accumulate(every, torch.add, initial=one)]),
+        "nearest": summed("nearest_even"),
         "master": round_to(torch.from_numpy(master), fmt).double().numpy(),
         "kahan": np.array([w.item() for w, _ in kahan]),
-        "stochastic": np.array([w.item() for w in accumulate(every, by_chance, initial=one.float())]),
+        "stochastic": summed("stochastic"),
         "exact": 1.0 + update * np.arange(steps + 1),
     }
 
@@ -63,8 +64,8 @@ def added(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> di
 # ---- where each mode sends a number
 @view(
     fmt=Choice({n: n for n in NARROW}, "format"),
-    lower=Text("lower neighbour"),
-    offset=Range(0.0, 1.0, 1 / 32, "distance above it, ulp"),
+    lower=Text("neighbour nearer to 0"),
+    offset=Range(0.0, 1.0, 1 / 32, "distance beyond it, ulp"),
     negative="negative number",
 )
 def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> None:
@@ -75,7 +76,7 @@ def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> No
     form, sign = get_format(fmt), -1.0 if negative else 1.0
     value = abs(read_number(lower))
     if not value <= form.max:
-        raise ValueError(f"the lower neighbour must be at most {form.max:g} in {fmt}, got {lower}")
+        raise ValueError(f"the neighbour nearer to 0 must be at most {form.max:g} in {fmt}, got {lower}")
     near = float(round_to(torch.tensor(value, dtype=torch.float64), form, "toward_zero"))
     gap = form.ulp(near)
     x, (left, right) = sign * (near + offset * gap), sorted((sign * near, sign * (near + gap)))
@@ -86,8 +87,7 @@ def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> No
     odds = {v: p for v, p in zip(reached, (1 - chance, chance)) if p}
     panel = _rows(see, form, (x, left, right), results, odds, negative)
     grip: dict[str, Any] = {"cross": -0.75, "step": 1 / 32} | ({"base": 1, "slope": -1} if negative else {})
-    panel.handle("x", "offset", offset, 0, 1, "distance above the lower neighbour, ulp", **grip)
-    see.buttons["Halfway"] = {"offset": 0.5}
+    panel.handle("x", "offset", offset, 0, 1, "distance beyond the neighbour nearer to 0, ulp", **grip)
     told: dict[str, str] = {mode: f"{v:.8g}" for mode, v in results.items()}
     told["stochastic"] = " or ".join(f"{v:.8g} ({percent(p, 1)})" for v, p in odds.items())
     ends = " and ".join(f"{v:.8g} ({_parity(v, form)})" for v in (left, right))

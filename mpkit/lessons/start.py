@@ -84,7 +84,7 @@ def live(
 
     low = f", floor 2^{floor}" * hand + f", moved by hand by 2^{kicks}" * bool(kicks)
     settings = f"Set to {level} in {computed(level, dtype)}, start 2^{start}, factor {factor}, window {window}{low}."
-    now = f"{told(run)}." if run else "Press Train; what you move then acts on the running training."
+    now = f"This run: {told(run)}." if run else "Press Train; what you move then acts on the running training."
     grey = "" if run else " Grey: another training of this network, recorded with momentum and window 50."
     see.say(f"{settings} {now}{f' Before: {told(before)}.' if before else grey}", run=run, before=before)
 

@@ -82,7 +82,7 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> Walk:
         _phase("gradients in float32", "largest {largest} in {dtype}", grads),
         _phase("divide by the scale", "largest {largest}", true),
         _phase(gate, decided, moved),
-        _phase("adjust the scale", f"next scale {scaler.scale_value:.0f}", [scaler.scale_value]),
+        _phase("adjust the scale", f"next scale 2^{math.log2(scaler.scale_value):g}", [scaler.scale_value]),
     ]
     return Walk(seen, not updated, seen[6].largest, sum(int((~p.isfinite()).sum()) for p in parameters))
 
@@ -222,8 +222,8 @@ def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
     panel.text("asked for", 19.4, asked, anchor="end", dy=-14, color="own", halo=True)
     seen = [f"{norms[o][exponent]:.3g}" for o in ORDERS]
     see.say(
-        f"Scale 2^{exponent}, {parts} micro-batches, clipping to the norm {max_norm:.3g}. The optimizer gets the norm "
-        f"{seen[0]} in the right order, {seen[1]} when clipping comes first, and {seen[2]} when each micro-batch "
-        f"is unscaled. The last one has a cosine of {cosines[ORDERS[2]]:.2f} with the right one.",
+        f"Scale 2^{exponent}, {parts} micro-batch{'es' * (parts > 1)}, clipping to the norm {max_norm:.3g}. The "
+        f"optimizer gets {seen[0]} in the right order, {seen[1]} when clipping comes first, and {seen[2]} when each "
+        f"part is unscaled. The last one has a cosine of {cosines[ORDERS[2]]:.2f} with the right one.",
         norms=norms, cosines=cosines,
     )  # fmt: skip

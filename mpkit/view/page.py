@@ -121,9 +121,9 @@ class Page(AnyWidget):
                 self.spec = ahead.packed(view.sheet.spec)
                 self._seen = view.drawings  # now, not before: an interrupt between the two would leave the picture old
             self.index, self.message = view.index, view.message
-            named = {row["name"]: view.params[row["name"]] for row in self.controls}
+            named = {c["name"]: (view.params[c["name"]], c["kind"] in ("choice", "text")) for c in self.controls}
             self.state = {
-                "values": {n: v if isinstance(v, bool | int | float) else str(v) for n, v in named.items()},
+                "values": {n: str(v) if as_text else v for n, (v, as_text) in named.items()},
                 "idle": sorted(view.sheet.idle),
                 "buttons": [*view.sheet.buttons, *(["Stop"] if view.busy else []), "Reset"],
                 "busy": view.busy,

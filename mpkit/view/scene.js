@@ -248,16 +248,17 @@ function axes(g, moved, names, p) {
 	words(g, left, two === title ? top - 10 : top - 5, two, { anchor: "start", valign: "bottom", size, weight: 600 });
 	if (p.bare) return;
 	for (const [axis, across] of [[p.x, true], [p.y, false]].filter(([a]) => !a.hidden)) {
-		let free = -Infinity; // names that would run together are left out; of categories the first word stays
+		// where names would run together only every so many stays; of categories the first word does
+		const room = (k) => axis.ticks.every(([v, name], i) => i % k || i < k || p.X(v) - p.X(axis.ticks[i - k][0]) > 3.3 * (name.length + axis.ticks[i - k][1].length) + 8);
+		const each = across && !axis.names ? [1, 2, 3, 4, 6, 8].find(room) ?? axis.ticks.length : 1;
 		const tight = axis.names && 6.4 * max(...axis.ticks.map(([, name]) => name.length)) > (right - left) / axis.ticks.length;
-		for (const [value, name] of axis.ticks) {
-			const v = across ? p.X(value) : p.Y(value), half = 3.3 * name.length;
+		for (const [i, [value, name]] of axis.ticks.entries()) {
+			const v = across ? p.X(value) : p.Y(value);
 			if (!axis.bare) svg(axis.follow ? moved : g, "path", { class: "grid", d: across ? `M${px(v)} ${top}V${bottom}` : `M${left} ${px(v)}H${right}` });
 			if (axis.blank) continue;
 			if (axis.slant) words(g, v + 4, bottom + 10, name, { anchor: "end", rotate: axis.slant });
-			else if (across && v - half < free && !axis.names) continue;
-			else if (across) [words(names, v, bottom + 6, tight ? name.split(" ")[0] : name, { valign: "top" }).at, free] = [value, v + half + 8];
-			else words(g, left - 7, v, name, { anchor: "end" });
+			else if (across && i % each === 0) words(names, v, bottom + 6, tight ? name.split(" ")[0] : name, { valign: "top" }).at = value;
+			else if (!across) words(g, left - 7, v, name, { anchor: "end" });
 		}
 		svg(g, "path", { class: "axis", d: across ? `M${left} ${bottom}H${right}` : `M${left} ${top}V${bottom}` });
 		if (axis.label && across) words(g, (left + right) / 2, bottom + p.pad[2] - 6, axis.label, { valign: "bottom" });
@@ -353,7 +354,8 @@ function render({ model, el }) {
 		late = clearTimeout(late);
 		if (away) {
 			late = setTimeout(() => say(LATE), 5000);
-			if (spec.index) model.set("index", index); // or a Reset would not know of it
+			// a Reset has to know of it; what is not saved now the next wish would bring back
+			if (spec.index) { model.set("index", index); heard(() => model.save_changes()); }
 			return heard(() => model.send({ ask: away.what.call ? away.what() : away.what, n: (away.n = ++asked), ...(spec.index && { index }) }));
 		}
 		if (!gone && [GONE, LATE].includes(word.textContent)) say(get("message"));
@@ -490,7 +492,7 @@ function render({ model, el }) {
 		for (const m of spec.legend) {
 			const item = html(legend, "span"), small = svg(item, "svg", { width: 26, height: 12 });
 			DRAW[m.type](small, { left: 0, right: 26, top: 0, bottom: 12, X: (v) => v, Y: (v) => v, ids }, m, pick)?.(0, 0);
-			item.append(m.label);
+			item.append(raised(m.label));
 		}
 	}
 
@@ -560,7 +562,7 @@ function render({ model, el }) {
 		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
-		const long = 12 + 6 * note.textContent.length, on = free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
+		const long = 12 + 7 * note.textContent.length, on = free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
 		const stem = m.stem && across, before = stem ? x - long > p.left : x + long > p.right || !(free || across);
 		set(note, { x: x + (before ? -12 : 12), y: y + (stem && !before ? -11 : on), "text-anchor": before ? "end" : "start" });
 		const read = both ? [...v].map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);

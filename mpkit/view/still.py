@@ -84,7 +84,7 @@ def figure(spec: dict[str, Any], index: int = 0) -> Figure:
                 continue
             artist = _mark(axes, mark, index, 2 + 0.01 * z, panel)
             if mark.get("label") and not mark.get("quiet") and not mark.get("tag") and artist is not None:
-                legend.setdefault(mark["label"], artist)
+                legend.setdefault(raised(mark["label"]), artist)
         for line in axes.lines:
             if line.get_marker() != "None":  # a mark on the edge is whole, as in the page
                 line.set_clip_box(axes.bbox.padded(9))

@@ -114,7 +114,8 @@ class View:
         controls = self.maker.controls
         if unknown := set(changed) - set(controls):
             raise ValueError(f"there is no control {min(unknown)!r}; controls are {', '.join(controls)}")
-        return {**base, **{n: controls[n].check(n, v, base[n]) for n, v in changed.items()}}
+        named = {n: f"{n} ({c.label})" if c.label else n for n, c in controls.items()}  # in Python and on the page
+        return {**base, **{n: controls[n].check(named[n], v, base[n]) for n, v in changed.items()}}
 
     def drawn(self, params: Mapping[str, Any]) -> Sheet:
         """The sheet of some parameters."""

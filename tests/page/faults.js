@@ -22,6 +22,7 @@
   const line = [...root.querySelectorAll(".mpk-bar :is(button, label)")].map((n) => [n, n.getBoundingClientRect()]).filter(([, box]) => box.width);
   for (const [n, a] of innerWidth < 600 ? [] : line.filter(([n]) => n.matches("button")))
     if (!line.some(([other, b]) => other !== n && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 5)) found.push([name, "alone on its line", n.textContent]);
+  for (const select of root.querySelectorAll("select")) if (!select.value) found.push([name, "nothing is chosen", select.name]);
   for (const ring of moves ? [] : stage.querySelectorAll(".handle circle")) {
     const { x, y, width, height } = ring.getBoundingClientRect(), there = document.elementsFromPoint(x + width / 2, y + height / 2);
     if (there.find((n) => n.matches(".handle circle")) !== ring) found.push([name, "not grabbed", ring.parentNode.dataset.name]);

@@ -41,7 +41,7 @@ def test_what_the_lesson_says_of_its_gradients():
     assert ((course["lost"] < 0.01) & (course["overflow"] == 0)).sum() >= 6
     course = {fmt: underflow(fmt=fmt).numbers["course"] for fmt in FORMATS}
     assert (course["e4m3fn"]["lost"] + course["e4m3fn"]["overflow"]).min() > 0.05
-    assert underflow(fmt="bf16").numbers["best"] == 0
+    assert underflow(fmt="bf16").numbers["best"] > 100  # it needs none
     lost = {fmt: float(course[fmt]["lost"][SCALES == 0][0]) for fmt in FORMATS}
     assert lost["bf16"] == 0 < lost["fp16"] < lost["e5m2"] < lost["e4m3fn"]
 

@@ -25,7 +25,7 @@ def test_each_mode_goes_where_its_name_says(fmt, negative):
 
 def test_ties_and_the_end_of_the_format():
     view = modes()
-    view.press("Halfway")
+    view.set(offset=0.5)
     assert view.numbers["results"]["nearest_even"] == 1.0 != view.numbers["results"]["nearest_away"]
     top = modes(lower="65504", offset=0.5).numbers["results"]
     assert (top["nearest_even"], top["down"], top["toward_zero"]) == (np.inf, 65504, 65504)
