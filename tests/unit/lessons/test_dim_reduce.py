@@ -8,6 +8,7 @@ import pytest
 from mpkit.boost.dim_reduce import pca_matrix
 from mpkit.data import digits
 from mpkit.lessons.dim_reduce import STEPS, DigitsLoss, components, contours, descent, on_plane, reduced_path, tried
+from mpkit.view.page import Page
 from mpkit.view.words import words
 
 WORDS = words("dim_reduce")
@@ -123,3 +124,7 @@ def test_cases_of_the_task():
         rows = np.array(rows)
         assert (rows @ rows.T == np.eye(len(rows))).all()
         assert (rows.T @ (rows @ np.array(step))).tolist() == expected
+
+
+def test_the_page_knows_the_rate_of_0_by_the_word_of_its_choice():
+    assert Page(descent(alpha=0.0)).state["values"]["alpha"] == "0.0"
