@@ -189,6 +189,6 @@ def _bars(see: Sheet, bars: list[Stop], fmt: FloatFormat, report: Report, scale:
         panel.text(word, high - 1, row, anchor="end", color="overflow", halo=True)
     row = next(i for i, stop in enumerate(bars) if stop.backward)
     top = math.log2(bars[row].high) if bars[row].high else scale
-    # where "inf or NaN" stands its own words would lie on it
-    grip = {"base": top - scale, "cross": row, "note": "" if bars[row].bad else f"scale {power_of_two(scale)}"}
-    panel.handle("x", "scale", scale, -8, 30, "loss scale, 2 to the", **grip)
+    # where the words "inf or NaN" or "too large" stand its own would lie on them
+    note = f"scale {power_of_two(scale)}" * (not bars[row].bad and bars[row].high <= fmt.max)
+    panel.handle("x", "scale", scale, -8, 30, "loss scale, 2 to the", base=top - scale, cross=row, note=note)

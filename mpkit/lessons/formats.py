@@ -228,7 +228,7 @@ def ranges(see: Sheet, exponent=-20) -> None:
     kept, fates = {f.name: bits_kept(f, exponent) for f in forms}, {f.name: fate(f, exponent) for f in forms}
     for row, (held, words) in enumerate(zip(kept.values(), fates.values())):
         ink = "overflow" if held < 0 else "ink" if held else "zero"
-        panel.text(words.partition(",")[0], 133, row, anchor="start", color=ink)
+        panel.text(words.partition(",")[0].removeprefix("overflows "), 133, row, beside=8, color=ink)
     panel.handle("x", "exponent", exponent, -152, 130, "magnitude, 2 to the")
     see.rows = [{"format": name, f"2^{exponent}": fates[name]} for name in NAMES]
     some = "; ".join(f"{name} {fates[name]}" for name in ("fp32", "fp16", "bf16", "e5m2", "e4m3fn"))
