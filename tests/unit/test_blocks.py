@@ -260,7 +260,7 @@ def test_bad_input_is_refused_with_the_way_out():
         (lambda: round_with_bits(x, FP32, bits), ValueError, "at most 15 fraction bits, fp32 has 23"),
         *((lambda f=f: f.decode(torch.tensor([0, 256])), ValueError, f"patterns of {f.name}") for f in (E8M0, INT8)),
         *((lambda v=v: INT8.encode(torch.tensor([0.5, v])), ValueError, "is not a value of") for v in (2.0, math.nan)),
-        *((lambda b=b: IntFormat("x", *b), ValueError, "bits must be") for b in ((1, 0), (8, 9), (8, -1))),
+        *((lambda b=b: IntFormat("x", *b), ValueError, "bits must be") for b in ((1, 0), (25, 6), (8, 9), (8, -1))),
         *(
             (lambda call=call: call(sparse, *DENSE[call]), TypeError, r"need a dense tensor, got a sparse_\w+ one")
             for call in DENSE

@@ -82,6 +82,7 @@ def test_every_pattern_of_ieee_p3109(layout):
     every = range(0, 2**bits, 1 if bits < 15 else 61)
     want = np.array([gfloat.decode_float(info, code).fval for code in every], np.float32)
     patterns = torch.tensor(every)
+    assert (fmt.values().diff() > 0).all()
     assert same(fmt.decode(patterns), want)
     assert (fmt.max, fmt.min_subnormal, fmt.bias) == (info.max, info.smallest_subnormal, info.bias)
     assert torch.equal(fmt.encode(torch.from_numpy(want)), patterns)  # there is one NaN, so also its pattern

@@ -84,7 +84,7 @@ def test_callbacks_are_told_in_order_with_counters_from_1():
     steps = [("train_step_end", 1, 1, 1), ("train_step_end", 1, 2, 2)]
     assert told[:4] == [("train_begin", 0, 0, 0), ("train_epoch_begin", 1, 0, 0), *steps]
     assert told[4:6] == [("train_epoch_end", 1, 2, 2), ("eval_end", 1, 2, 2)]
-    assert told[-1][0] == "train_end"
+    assert told[-1] == ("train_end", 2, 0, 4)
     assert [line[0] for line in told].count("train_step_end") == 4
 
 

@@ -56,6 +56,19 @@ def test_a_tolerance_is_a_share_of_the_steps_since_the_last_change(vector):
     assert (found[:, 0] if vector else found).tolist() == [64, 64, 64, 32, 16, 8, 8]
 
 
+def test_what_all_policies_of_a_vector_agree_on_stays_a_number_but_for_where_they_start():
+    pair = stack([preset("torch")] * 2)
+    assert (pair.init_scale.tolist(), pair.growth_factor) == ([2.0**16] * 2, 2.0)
+    assert ScalePolicy(growth_factor=math.inf).growth_factor == math.inf
+
+
+def test_a_vector_tells_an_error_of_the_first_step():
+    policy = preset("deepspeed", init_scale=1.0, raise_error_at_min_scale=True, delayed_shift=1)
+    both = run(stack([policy, preset("torch")]), [False])
+    assert (both.raised_at.tolist(), both.raised[1]) == ([0, -1], "")
+    assert both.raised[0] == run(policy, [False]).raised != ""
+
+
 def test_an_empty_run_is_a_run():
     history = run(preset("torch"), [])
     assert (history.scale.shape, history.raised_at, history.reasons.tolist()) == ((0,), None, [])

@@ -95,6 +95,8 @@ def test_edges_of_the_counts() -> None:
     assert (counts[1], counts[254], counts[127], counts[255], zeros, counts.sum()) == (1, 1, 1, 3, 3, 6)
     assert math.isnan(largest)
     assert not math.copysign(1, exponent_counts(torch.tensor([-0.0]))[2]) < 0
+    many = 2**24 + 3  # float32, in which they are counted, has no such number
+    assert exponent_counts(torch.ones(1).expand(many))[0][127] == many
 
 
 @pytest.mark.gpu
@@ -309,6 +311,7 @@ def test_activations_are_the_outputs_of_the_leaves_in_recorded_training_steps() 
     same(quiet, busy)
     found = quiet.activations
     assert (found.names, found.step.tolist()) == (("0.0", "0.1", "0.2", "1.0"), [0, 2])
+    assert (found.largest[1] < 20 * found.largest[0]).all()
     assert found.size.tolist() == [40, 40, 24, 24]
     assert found.largest[0, 2] == small_network()(batch()[0]).abs().max().item()
 

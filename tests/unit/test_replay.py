@@ -201,6 +201,7 @@ def test_a_policy_that_raises_has_lost_everything_and_says_when(name: str) -> No
     row = replay(trace_of(rows, loss=np.full(len(rows), np.nan if rows[0] is INF else 1.0)), policy, tops=tops).iloc[0]
     assert (row["skipped"], row["lost"], row["collapsed"]) == (skipped, 1.0, True)
     assert row["why"].startswith(f"stopped at step {max(skipped - 1, 0)}: ")
+    assert row["skipped_share"] == min(skipped, 1.0)  # of the steps until then
 
 
 SKIPPED = "every step of the last tenth of the run was skipped"

@@ -69,6 +69,7 @@ def test_a_list_raises_past_its_end_and_a_tensor_keeps_the_last():
 def test_a_list_is_told_by_its_rates_alone():
     listed, used = s.ListedLR([1, 0.5]), s.ListedLR((1.0, 0.5))
     used(torch.tensor(1))  # copies the rates to a device and keeps them
+    assert s.WarmUpLR(1.0, 2**62)(2**61) == 0.5
     assert (listed, repr(used)) == (used, "ListedLR(values=(1.0, 0.5))")
     with pytest.raises(TypeError, match="positional"):
         s.ListedLR((0.1,), {})

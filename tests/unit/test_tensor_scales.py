@@ -182,7 +182,7 @@ def test_the_last_bits_of_a_product_are_no_clipping(last_bits, clipped):
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
-        (lambda: replay_tensor_scales([0.5, -1.0], [TE]), ValueError, "at step 1"),
+        (lambda: replay_tensor_scales([0.0, -1.0], [TE]), ValueError, "at step 1"),
         (lambda: replay_tensor_scales([], [TE]), ValueError, "amax"),
         (lambda: replay_tensor_scales([1.0], []), TypeError, "at least one"),
         (lambda: sweep_tensor_scales([1.0], history_len=16), TypeError, "history_len must be a list"),

@@ -98,6 +98,10 @@ def test_lamb_ratio_is_one_where_the_weight_is_zero():
     p.grad = torch.tensor([1.0, -2.0, 0.5])
     opt.Lamb([p], 0.1, eps=1e-12).step()
     torch.testing.assert_close(p.detach(), -0.1 * p.grad.sign())  # m' / sqrt(v') is the sign at the first step
+    small = nn.Parameter(torch.tensor([0.5]))
+    small.grad = torch.ones(1)
+    opt.Lamb([small], 1.0, eps=1e-12).step()
+    assert small.item() == pytest.approx(0.0, abs=1e-6)  # as far as it is long
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (24,), (2, 3, 4)], ids=str)
