@@ -249,7 +249,7 @@ function axes(g, moved, names, p) {
 	if (p.bare) return;
 	for (const [axis, across] of [[p.x, true], [p.y, false]].filter(([a]) => !a.hidden)) {
 		// where names would run together only every so many stays; of categories the first word does
-		const room = (k) => axis.ticks.every(([v, name], i) => i % k || i < k || p.X(v) - p.X(axis.ticks[i - k][0]) > 3.3 * (name.length + axis.ticks[i - k][1].length) + 8);
+		const room = (k) => axis.ticks.every(([v, { length }], i, all) => i % k || i < k || p.X(v) - p.X(all[i - k][0]) > 3.3 * (length + all[i - k][1].length) + 8);
 		const each = across && !axis.names ? [1, 2, 3, 4, 6, 8].find(room) ?? axis.ticks.length : 1;
 		const tight = axis.names && 6.4 * max(...axis.ticks.map(([, name]) => name.length)) > (right - left) / axis.ticks.length;
 		for (const [i, [value, name]] of axis.ticks.entries()) {
