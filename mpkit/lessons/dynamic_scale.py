@@ -234,7 +234,7 @@ def sweep(see: Sheet, run="gpt_sums", own="", start=16, figure="lost") -> None:
     see.say(
         f"{Path(own).stem if own else capital(RUNS[run])}, started at 2^{start}. From {{low}} to {{high}} {told}, by "
         f"factor and window.{least}",
-        low=round(float(grid.min()), 1), high=round(float(grid.max()), 1), **dict[str, Any](grids),
+        low=texts[grid.argmin()], high=texts[grid.argmax()], **dict[str, Any](grids),
     )  # fmt: skip
 
 

@@ -258,7 +258,7 @@ function axes(g, moved, names, p) {
 			if (axis.blank) continue;
 			if (axis.slant) words(g, v + 4, bottom + 10, name, { anchor: "end", rotate: axis.slant });
 			else if (across && i % each === 0) words(names, v, bottom + 6, tight ? name.split(" ")[0] : name, { valign: "top" }).at = value;
-			else if (!across) words(g, left - 7, v, name, { anchor: "end" });
+			else if (!across) words(g, left - 9, v, name, { anchor: "end" });
 		}
 		svg(g, "path", { class: "axis", d: across ? `M${left} ${bottom}H${right}` : `M${left} ${top}V${bottom}` });
 		if (axis.label && across) words(g, (left + right) / 2, bottom + p.pad[2] - 6, axis.label, { valign: "bottom" });
@@ -562,7 +562,7 @@ function render({ model, el }) {
 		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
-		const long = 12 + 7 * note.textContent.length, on = free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
+		const long = 12 + 7 * note.textContent.length, on = m.stem && !across ? -2 : free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
 		const stem = m.stem && across, before = stem ? x - long > p.left : x + long > p.right || !(free || across);
 		set(note, { x: x + (before ? -12 : 12), y: y + (stem && !before ? -11 : on), "text-anchor": before ? "end" : "start" });
 		const read = both ? [...v].map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
