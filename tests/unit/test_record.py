@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recorded import trace_of
-from support import Op, without_a_wait
+from support import Op, Written, without_a_wait
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -284,6 +284,17 @@ def test_gradients_that_are_not_watched_are_told_of() -> None:
 
 
 # --- activations
+
+
+def test_a_module_that_runs_twice_counts_both_times() -> None:
+    network = Written(lambda m, x: m.relu(m.relu(m.layer(x)) - 1), layer=nn.Linear(2, 2), relu=nn.ReLU())
+    recorder = Recorder(network, activations=True)
+    loss = network(torch.randn(3, 2)).sum()
+    loss.backward()
+    recorder.record(loss)
+    part = recorder.trace().activations
+    assert (part.names, part.size.tolist()) == (("layer", "relu"), [6, 12])
+    assert (part.zeros + part.counts.sum(2) == part.size).all()
 
 
 def test_activations_are_the_outputs_of_the_leaves_in_recorded_training_steps() -> None:

@@ -204,6 +204,11 @@ def test_a_policy_that_raises_has_lost_everything_and_says_when(name: str) -> No
     assert row["skipped_share"] == min(skipped, 1.0)  # of the steps until then
 
 
+def test_a_scale_that_ends_at_0_is_told() -> None:
+    row = replay(trace_of([torch.ones(4)] * 3), ScalePolicy(init_scale=0.0)).iloc[0]
+    assert (row["why"], row["final_scale"], row["collapsed"]) == ("the scale ended at 0", 0.0, True)
+
+
 SKIPPED = "every step of the last tenth of the run was skipped"
 GONE = "67 % of the non-zero gradients were lost in the last tenth of the run"
 GROWS = dataclasses.replace(preset("torch", init_scale=2.0**127, growth_interval=1), hold_at_overflow=False)

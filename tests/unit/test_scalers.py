@@ -274,6 +274,13 @@ def test_bad_input(call, error, words):
         call()
 
 
+def test_growth_beyond_float32_reaches_its_cap():
+    policy = ScalePolicy(init_scale=2.0**126, growth_factor=4.0, growth_interval=1, max_scale=2.0**127)
+    scaler = PolicyLossScaler(policy)
+    scaler.adjust(torch.tensor(True))
+    assert scaler.scale_value.item() == run(policy, [True]).final.scale == 2.0**127
+
+
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
