@@ -56,8 +56,9 @@ def torn(answer: dict) -> bool:
     """Whether this is not one moment."""
     losses, scales, skipped = answer["run"] or (0, 0, -1)
     params = answer["params"]
-    told = f", factor {params['factor']}, window {params['window']}, floor 2^{params['floor']}. "
-    return losses != scales or skipped >= losses or told not in answer["sentence"]
+    told = f", factor {params['factor']}, window {params['window']}, floor 2^{params['floor']}"
+    said = any(told + end in answer["sentence"] for end in (". ", ", moved by hand"))
+    return losses != scales or skipped >= losses or not said
 
 
 def asked(client: Any, code: str, expression: str = "None") -> Any:
