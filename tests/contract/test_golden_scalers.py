@@ -363,3 +363,9 @@ def test_all_finite(case):
     result = all_finite(tensors)
     assert bool(result) == case["result"]
     assert (result.dtype, list(result.shape)) == (getattr(torch, case["result_dtype"].lower()), case["result_shape"])
+
+
+def test_torchs_preset_has_the_defaults_of_torchs_scaler():
+    own, theirs = preset("torch"), torch.amp.GradScaler("cpu")
+    assert (own.growth_factor, own.backoff_factor) == (theirs.get_growth_factor(), theirs.get_backoff_factor())
+    assert (own.init_scale, own.growth_interval) == (theirs.get_scale(), theirs.get_growth_interval())
