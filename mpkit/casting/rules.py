@@ -175,11 +175,15 @@ def _torch(low: Target) -> Iterable[Part]:
     yield lists["kernels_low"], do.computed_but_float64(low)
     yield (*lists["kernels_wide"], Tensor.__rtruediv__.__name__), wide  # 1 / x is a reciprocal
     yield (torch.linalg.cross.__name__,), as_is  # one operator elsewhere, but not on this list
-    # the mode comes by its name, whichever way it was given; "area" is an average pool
-    yield ("interpolate",), do.unless(lambda args, kwargs: kwargs["mode"] == "area", wide)
+    yield ("interpolate",), do.unless(_averages, wide)
     yield ("sum_to_size",), do.unless(_has_size, wide)
     # with a single number it is a product like any other, whose dtype a single number does not decide
     yield ("inner",), do.unless(lambda *given: any(x.dim() == 0 for x in float_tensors(given)), do.promoted)
+
+
+def _averages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # eager code gives the mode by its name, a compiler as it was written
+    return (args[3] if len(args) > 3 else kwargs.get("mode", "nearest")) == "area"  # an average pool
 
 
 def _has_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import Written
+import torch.nn.functional as F
+from support import Op, Written
 from test_casting import CASTING_LEVELS, made, tensors
 from torch import Tensor, nn
 
@@ -185,3 +186,12 @@ def test_a_weight_that_is_used_often_is_transformed_too(level: str) -> None:
     for of in (func.jacrev, func.jacfwd):
         want = torch.linalg.matrix_power(layer.weight, 5)
         torch.testing.assert_close(of(network)(x[0]).float(), want, rtol=2**-4, atol=2**-5)
+
+
+@pytest.mark.parametrize("given", [(None, 0.5, "area"), (None, 2.0), (None, 2.0, "nearest")], ids=str)
+def test_a_mode_that_is_given_in_order_or_left_out_is_known_to_a_compiled_list_too(given: Any) -> None:
+    network = cast_like(Op(lambda x: F.interpolate(x, *given)), "torch_autocast", torch.bfloat16)
+    x = torch.randn(1, 1, 4, 4, dtype=torch.bfloat16)
+    torch.compiler.reset()
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")(x)
+    assert compiled.dtype is network(x).dtype is (torch.bfloat16 if "area" in given else torch.float32)
