@@ -51,7 +51,7 @@ def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False,
     most = max(float(c.max()) for c in curves.values())  # a decay_rate above 1 makes one of them grow
     top = float(f"{min(max(rate, most), 4 * rate):.3g}")
     see.grid(380)
-    x, y = linear("step", 0, STEPS - 1, 8), linear("learning rate", -0.02 * top, 1.05 * top, 5)
+    x, y = linear("step", -0.02 * STEPS, STEPS - 1, 8), linear("learning rate", -0.02 * top, 1.05 * top, 5)
     told, columns = _curves(see, see.panel(title="the same numbers, five schedules", x=x, y=y), curves)
     see.say(
         f"Learning rates at step {{at}}, with learning_rate {rate:.3g}, decay_rate {factor:.3g}, decay_steps {span} "
@@ -108,7 +108,7 @@ def decay(see: Sheet, parameter=NAMES[0], place=PLACES[0], size=0.1, rate=0.01, 
     reach = "weight decay reaches it" if probe < 1 else "weight decay does not reach it"
     reach = "it is not trained" if place == PLACES[3] else reach
     see.grid(380)
-    x, y = linear("step", 0, STEPS, 8), linear("weight", -0.2, 1.4, 8)
+    x, y = linear("step", -0.02 * STEPS, STEPS, 8), linear("weight", -0.2, 1.4, 8)
     panel = see.panel(title=f"{parameter}, {place}: {reach}", x=x, y=y)
     alone = (1 - rate * amount) ** np.arange(STEPS + 1)
     panel.line(alone, color="reference", dash=":", width=5, label="× (1 − rate × decay) each step")

@@ -667,7 +667,7 @@ function render({ model, el }) {
 		}
 		const [first, ...others] = get("tries").map(pressing);
 		(first ? row : bar).prepend(presses); // no button is alone in its line: these stand first, the last two tries together
-		if (first) { tries.append("Try:", first); html(tries, "span").append(...others); }
+		if (first) { html(tries, "span").append("Try:", first); html(tries, "span").append(...others); }
 		showState();
 	}
 	const pressing = (text) => press(null, raised(text), () => ask({ press: text }, NaN));
