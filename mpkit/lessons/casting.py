@@ -88,7 +88,7 @@ def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> W
     network, x = _built(kind, exponent)
     layers = tuple(n for n, m in network.named_modules() if any(True for _ in m.parameters(recurse=False)))
     if not 0 <= kept <= len(layers):
-        raise ValueError(f"the {kind} has {len(layers)} layers, got layer {kept}")
+        raise ValueError(f"{kind} has {counted(len(layers), 'layer')}, got layer {kept}; first set float32 layer to 0")
     (cast_like if level in PRESETS else auto_mixed_precision)(network, level, get_format(fmt))
     if kept:
         to_float(network.get_submodule(layers[kept - 1]), torch.float32)

@@ -130,7 +130,7 @@ def dynamics(
     note = f"window {window}{': further left' * (window > 60)}"
     grip: dict[str, Any] = {"slope": -1, "cross": low + 3 + 2 * (abs(floor - low - 3) < 2), "stem": True, "note": note}
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
-    grip = {"base": used, "log2": True, "stem": True, "cross": 7, "step": 0.25, "note": f"× {factor:.4g}"}
+    grip = {"base": used, "log2": True, "stem": True, "cross": 7, "step": 0.25, "note": f"×\u202f{factor:.4g}"}
     main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", **grip)
     note = f"floor {power_of_two(floor)}{', below' * (floor < low)}"
     main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=note)
@@ -138,9 +138,7 @@ def dynamics(
     _whole(see, used, top, finite, low, high, step, start)
 
     name = Path(own).stem if own else capital(RUNS[run])
-    after = ", and the optimizer sees nothing of this step"
-    bearable = np.maximum(ceiling, 2.0**-60)
-    headroom = np.log2(bearable / scale)
+    headroom = np.log2((bearable := np.maximum(ceiling, 2.0**-60)) / scale)
     side = np.where(scale > ceiling, "above the ceiling", "below the ceiling")
     whole = bool(ceiling.min() > 0)
     bound = "the ceiling {top:2^}, the headroom {headroom:.1f} bits" if whole else "{side}"
@@ -151,9 +149,9 @@ def dynamics(
         f"far: {{so_far}} of {{count}}.{share}{guess}",
         at=np.arange(count), count=np.arange(count) + 1, so_far=np.cumsum(~finite), power=np.log2(scale), scale=scale,
         finite=finite, reasons=reasons, layers=layers, ceiling=ceiling, headroom=headroom, zeros=zeros,
-        decided=[f"{r}{'' if ok else after}" for r, ok in zip(reasons, finite)], top=np.log2(bearable),
-        side=np.where(ceiling > 0, side, "and no scale helps: the loss is not finite"), empty=tenths(zeros),
-        plain=tenths(plain),
+        decided=[f"{r}{'' if ok else ', and the optimizer sees nothing of it'}" for r, ok in zip(reasons, finite)],
+        side=np.where(ceiling > 0, side, "and no scale helps: the loss is not finite"),
+        top=np.log2(bearable), empty=tenths(zeros), plain=tenths(plain),
     )  # fmt: skip
 
 
@@ -252,7 +250,7 @@ def draw(see: Sheet, typed="", drawn={}, shown=False) -> None:
     panel.band(top, ENDS[1], label="here it would overflow")
     panel.line(top, color="overflow", width=1.6, label="ceiling")
     panel.rule("x", FIRST - 0.5, "muted", dash=":")
-    told = prediction(see, panel, "dynamic_scale.draw", truth, first=FIRST, ends=ENDS, start=17, points=6,
-                      within=0.5, typed=typed, drawn=drawn, shown=shown, stairs=True)  # fmt: skip
+    told = prediction(see, panel, "dynamic_scale.draw", truth, first=FIRST, ends=ENDS, start=17, within=0.5,
+                      at=range(40, 100, 10), typed=typed, drawn=drawn, shown=shown, stairs=True)  # fmt: skip
     panel.line(truth[:told], color="reference", step="mid", width=2.6, label="loss scale")
     panel.crosses(truth, np.flatnonzero(~finite[:told]), "skipped step", "ink")

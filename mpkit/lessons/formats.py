@@ -240,7 +240,7 @@ POWERS, ENDS = np.arange(-24, 16), (-30.0, 10.0)  # 1 is number 24
 GAPS = np.maximum(POWERS, FP16.min_exponent) - FP16.fraction_bits
 
 
-@view(typed="or type it: 2 to the ..., nine gaps at equal distances from 2^-24 to 2^15", drawn=Stroke(40, *ENDS))
+@view(typed="or type it: 2 to the ..., at 2^-24, 2^-19, 2^-14 ... 2^11 and 2^15", drawn=Stroke(40, *ENDS))
 def gaps(see: Sheet, typed="", drawn={}, shown=False) -> None:
     """A prediction that is drawn: the gap from each power of two to the next number of float16, from that of 1 on.
 
@@ -248,8 +248,8 @@ def gaps(see: Sheet, typed="", drawn={}, shown=False) -> None:
     """
     axis = names([power_of_two(int(e)) for e in POWERS], "number", bare=False)
     panel = see.panel(x=axis | {"ticks": axis["ticks"][::4]}, y=log2("gap to the next number of float16", *ENDS))
-    prediction(see, panel, "formats.gaps", GAPS, first=0, ends=ENDS, start=-10, points=9, within=0.5,
-               typed=typed, drawn=drawn, shown=shown)  # fmt: skip
+    prediction(see, panel, "formats.gaps", GAPS, first=0, ends=ENDS, start=-10, at=[*range(0, 36, 5), 39],
+               within=0.5, typed=typed, drawn=drawn, shown=shown)  # fmt: skip
     if shown:
         panel.line(GAPS, color="reference", width=2.6, label="gap")
     panel.points([GAPS[24]], [24], "reference", glyph="s", size=5, label="gap at 1")

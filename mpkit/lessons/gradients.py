@@ -126,6 +126,6 @@ def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0
     see.say(
         f"After {moment} steps, gradients of {kind} in {fmt} at a loss scale of {{power:2^}}: {{lost}} % become "
         "zero, {subnormal} % subnormal, {overflow} % overflow. Gradients up to {threshold:2^} become zero. The "
-        f"highest safe scale for this histogram is 2^{best}.",
+        f"highest safe scale for this histogram is {f'2^{best}' if best <= last else f'above 2^{last}'}.",
         power=SCALES, threshold=ends[0] - SCALES, course=course, best=best, **told,
     )  # fmt: skip

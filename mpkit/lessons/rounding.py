@@ -74,9 +74,9 @@ def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> No
     Numbers: `x left right results` (mode -> value) and `chance`, with which stochastic rounding goes up.
     """
     form, sign = get_format(fmt), -1.0 if negative else 1.0
-    value = abs(read_number(lower))
-    if not value <= form.max:
-        raise ValueError(f"the neighbour nearer to 0 must be at most {form.max:g} in {fmt}, got {lower}")
+    value = read_number(lower)
+    if not 0 <= value <= form.max:
+        raise ValueError(f"need a neighbour from 0 to {form.max:g} in {fmt}, got {lower}; tick the box for the minus")
     near = float(round_to(torch.tensor(value, dtype=torch.float64), form, "toward_zero"))
     gap = form.ulp(near)
     x, (left, right) = sign * (near + offset * gap), sorted((sign * near, sign * (near + gap)))
@@ -91,8 +91,9 @@ def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> No
     told: dict[str, str] = {mode: f"{v:.8g}" for mode, v in results.items()}
     told["stochastic"] = " or ".join(f"{v:.8g} ({percent(p, 1)})" for v, p in odds.items())
     ends = " and ".join(f"{v:.8g} ({_parity(v, form)})" for v in (left, right))
-    every = ", ".join(f"{mode} {result}" for mode, result in told.items())
-    see.say(f"{x:.8g}, between {ends} in {fmt}: {every}.", x=x, left=left, right=right, results=results, chance=chance)
+    every = f"{x:.8g}, between {ends} in {fmt}: " + ", ".join(f"{mode} {result}" for mode, result in told.items())
+    other = "" if near == value else f"{lower} is no number of {fmt}; the next one nearer to 0 is {near:.8g}. "
+    see.say(f"{other}{every}.", x=x, left=left, right=right, results=results, chance=chance)
     see.rows = [{"mode": mode, "result": result} for mode, result in told.items()]
 
 
@@ -151,8 +152,9 @@ def updates(see: Sheet, fmt="fp16", update=1e-4, progress=100) -> None:
     see.grid(380)
     see.play("progress", "% of the run", 101, every=80)
     x, y = linear("updates", 0, STEPS, 8), linear("weight", 1 - 0.08 * end, 1 + 1.08 * top, 5)
-    title = f"a weight of 1 gets 2,000 updates of {update:.3g}, kept in four ways"
-    panel = see.panel(title=title, x=x, y=y, pad=[28, 28, 46, 66])
+    where = f"{'below' if update < half else 'is' if update == half else 'above'} half an ulp of 1, {half:.8g}"
+    shown = f"{update:.{8 if abs(update / half - 1) < 0.01 else 3}g}"
+    panel = see.panel(title=f"a weight of 1 and 2,000 updates of {shown}, in four ways", x=x, y=y, pad=[28, 28, 46, 66])
     panel.line(paths["exact"], at, "reference", dash=":", width=1.6, label="exact")
     for scheme, (color, dash, glyph, size, label) in LOOKS.items():
         look = {"dash": dash, "glyph": glyph, "size": size, "every": 12}
@@ -160,14 +162,13 @@ def updates(see: Sheet, fmt="fp16", update=1e-4, progress=100) -> None:
     digits = max(4, math.ceil(-math.log10(update) - 1e-9))
     told = ", ".join(f"{scheme} {{{scheme}:.{digits}f}}" for scheme in LOOKS)
     see.say(
-        f"{fmt}, {{done}} updates of {update:.3g}, {'below' if update < half else 'at or above'} half an ulp of 1 "
-        f"({half:.3g}): {told}; exact {{exact:.{digits}f}}.",
+        f"{fmt}, {{done}} updates of {shown} ({where}): {told}; exact {{exact:.{digits}f}}.",
         done=at, half=half, **paths,
     )  # fmt: skip
 
 
 # ---- predict: draw the sum
-EACH, FIRST, ENDS = 100, 6, (0.0, 4200.0)
+EACH, FIRST, ENDS = 100, 5, (0.0, 4200.0)
 
 
 @lru_cache
@@ -177,12 +178,12 @@ def ones() -> np.ndarray:
     return np.array([total.item() for total in every])[::EACH]
 
 
-@view(typed="or type it: seven sums at equal distances from 600 to 4000 ones", drawn=Stroke(41, *ENDS))
+@view(typed="or type it: the sums at 500, 1000, 1500 ... 4000 ones", drawn=Stroke(41, *ENDS))
 def totals(see: Sheet, typed="", drawn={}, shown=False) -> None:
-    """A prediction that is drawn: the float16 sum of ones, from 600 to 4000 of them. Numbers: `guess truth near`."""
+    """A prediction that is drawn: the float16 sum of ones, from 500 to 4000 of them. Numbers: `guess truth near`."""
     axis = names([str(EACH * i) for i in range(41)], "ones added", bare=False)
     panel = see.panel(x=axis | {"ticks": axis["ticks"][::5]}, y=linear("sum in float16", *ENDS), pad=[28, 14, 46, 74])
     panel.rule("x", FIRST - 0.5, "muted", dash=":")
-    told = prediction(see, panel, "rounding.totals", ones(), first=FIRST, ends=ENDS, start=500, points=7,
-                      within=60, typed=typed, drawn=drawn, shown=shown)  # fmt: skip
+    told = prediction(see, panel, "rounding.totals", ones(), first=FIRST, ends=ENDS, start=500,
+                      at=range(5, 41, 5), within=60, typed=typed, drawn=drawn, shown=shown)  # fmt: skip
     panel.line(ones()[:told], color="reference", width=2.6, label="sum in float16")

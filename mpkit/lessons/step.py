@@ -59,13 +59,14 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> Walk:
     optimizer, parameters = torch.optim.SGD(network.parameters(), 0.1), list(network.parameters())
     scaler, inside = DynamicLossScaler(2.0**exponent, 2, 50), list[Tensor]()
     before = [p.detach().clone() for p in parameters]
-    network[1].register_forward_hook(lambda *call: inside.append(call[2]))
+    for layer in (network[1], network[3]):
+        layer.register_forward_hook(lambda *call: inside.append(call[2]))
     loss = nn.functional.cross_entropy(network(images), labels)
-    inside[0].retain_grad()
+    for output in inside:
+        output.retain_grad()
     scaler.scale(loss).backward()
-    flowing, grads = [x.grad for x in inside if x.grad is not None], [p.grad for p in parameters if p.grad is not None]
-    true = scaler.unscale(grads)
-    finite = all_finite(true)
+    flowing, grads = ([t.grad for t in some if t.grad is not None] for some in (inside, parameters))
+    finite = all_finite(true := scaler.unscale(grads))
     for p, grad in zip(parameters, true):
         p.grad = grad
     if updated := bool(finite) or late:
@@ -76,7 +77,7 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> Walk:
     decided = "finite, updated" if finite else "not finite, yet updated" if late else "not finite, skipped"
     seen = [
         _phase("keep weights in float32", "largest weight {largest} in {dtype}", before),
-        _phase("forward in float16", "first layer gives {dtype}, largest {largest}", inside),
+        _phase("forward in float16", "the layers give {dtype}, largest {largest}", inside),
         _phase("loss in float32", "loss {largest} in {dtype}", [loss]),
         _phase("scaled backward pass", "in {dtype}, largest {largest}", flowing),
         _phase("gradients in float32", "largest {largest} in {dtype}", grads),

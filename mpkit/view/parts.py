@@ -50,7 +50,7 @@ def gradients(see: Sheet, where: tuple[int, int], trace: Trace, scale: np.ndarra
     ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
     shift = exponents(scale, -200, 200)
     top = min(40, max(20, math.ceil((ends[rows] + shift).max())))
-    x = linear("share, % (0 is not drawn)", 0, 1.75 * share.max(), 3)  # names of regions stand right of all bars
+    x = linear("share, % (above 0)", 0, 1.75 * share.max(), 3)  # names of regions stand right of all bars
     panel = see.panel(*where, title="gradients × scale", x=x, y=log2("gradient × scale, float16", low, top))
     regions(panel, "y", *edges(FP16))
     look: dict[str, Any] = {"axis": "y", "rows": rows, "shift": shift, "zones": zones(edges(FP16))}
@@ -82,22 +82,21 @@ def loss_and_scale(see: Sheet, runs: Any, first: int, last: int, also: Sequence[
         loss.line(np.clip(np.nan_to_num(run.losses[first:n], nan=3, posinf=3), 0, 3), steps, label=name, **look)
         at = exponents(run.scales[:n], low, high)
         panel.line(at[first:], steps, step="post", label=name, **look)
-        panel.crosses(at, [i for i in run.skipped if first <= i < n], "skipped step")
+        panel.crosses(at, [i for i in run.skipped if first <= i < n], f"skipped, {name}", color)
     return loss, panel
 
 
 def prediction(
-    see: Sheet, panel: Panel, told: str, truth: np.ndarray, /, *,
-    first: int, ends: tuple[float, float], start: float, points: int, within: float,
-    typed: str, drawn: Mapping[int, float], shown: bool, stairs: bool = False,
+    see: Sheet, panel: Panel, told: str, truth: np.ndarray, /, *, first: int, ends: tuple[float, float], start: float,
+    at: Sequence[int], within: float, typed: str, drawn: Mapping[int, float], shown: bool, stairs: bool = False,
 ) -> int:  # fmt: skip
     """The reader's line from point `first` on, with its pen until the truth is shown; -> so many points of it are told.
 
     Args:
         told:   topic.name of its words: `title`, `ask`, `typed`, `happened`, `near`; and what a line is told: `right`
                 if nearly all of it is, else the words of the nearest one in `wrong`, or `other` where none is near.
-        start:  where the line lies at the opening; `points` so many numbers may be typed in its place, at equal
-                distances or, for `stairs`, each for as many points.
+        start:  where the line lies at the opening; in its place a number may be typed for each of the points `at`,
+                joined by straight lines or, for `stairs`, each until the next.
     Raises:     ValueError for anything else that is typed, and where the truth is asked for before a prediction.
     """
     topic, _, name = told.partition(".")
@@ -105,11 +104,11 @@ def prediction(
     guess = np.full(count, float(start))
 
     def line(values: Sequence[float]) -> np.ndarray:
-        even = np.interp(np.arange(count), np.linspace(0, count - 1, points), values)
-        return np.repeat(values, count // points) if stairs else even
+        x = np.arange(first, len(truth))
+        return np.take(values, np.searchsorted(at, x, "right") - 1) if stairs else np.interp(x, at, values)
 
     if typed.strip():
-        guess = line(_typed(typed, points, *ends, said["typed"]))
+        guess = line(_typed(typed, len(at), *ends, said["typed"]))
     own = drawn.keys() - range(first)  # what is known is no prediction
     for point in own:
         guess[point - first] = drawn[point]
@@ -130,7 +129,7 @@ def prediction(
     panel.line(mine, **look)
     see.idle |= {"typed"}
     off, picture = min((float(np.abs(guess - line(wrong)).mean()), tells) for wrong, tells in said["wrong"])
-    picture = said["right"] if near >= 0.88 * count else picture if off < 0.025 * (ends[1] - ends[0]) else said["other"]
+    picture = said["right"] if near >= 0.8 * count else picture if off < 0.025 * (ends[1] - ends[0]) else said["other"]
     head = f"At {{near}} of {{count}} points your line is within {said['near']}."
     see.say(f"{head} {{picture}} What happened: {said['happened']}.", count=count, picture=picture, **numbers)
     return len(truth)

@@ -24,6 +24,7 @@ const clamp = (v, a, b) => min(max(a, b), max(min(a, b), v));
 const within = (v, [a, b]) => a <= v && v <= b;
 const finger = () => matchMedia("(pointer: coarse)").matches; // what it has to hit is 24 pixels wide
 const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+const later = (old, does, wait) => (clearTimeout(old), setTimeout(does, wait));
 const reveal = (node, yes) => (node.style.display = yes ? "" : "none");
 // of words, in letters' heights
 const wideness = (text) => 0.64 * max(1, ...text.split("\n").map((line) => line.length));
@@ -36,8 +37,7 @@ const said = (v, axis) => axis.names?.[round(v)] ?? (axis.format === "log2" ? ra
 // One item of a column of a sentence in words, exactly as `filled` in sheet.py writes it.
 const filled = (v, form, i) => {
 	if (v?.words) return v.words[at(v.codes, i)];
-	v = at(v, i);
-	if (typeof v === "string") return v;
+	if (typeof (v = at(v, i)) === "string") return v;
 	if (!Number.isFinite(v)) return String(v).replace("Infinity", "inf");
 	return form?.startsWith(".") ? v.toFixed(+form.slice(1, -1)) : (form === "2^" ? "2^" : "") + plain(v);
 };
@@ -120,7 +120,7 @@ const DRAW = {
 	},
 	points(g, p, m) {
 		const circle = (kind) => svg(g, "circle", { class: kind, pathLength: 1, r: (m.size ?? 4) + 6 });
-		const ring = m.ring && ["ring back", "ring"].map(circle), spots = path(g, m, "glyph", { "data-mark": m.type });
+		const ring = m.ring && ["ring back", "ring"].map(circle), spots = path(g, m, m.show === "at" ? "glyph now" : "glyph", { "data-mark": m.type });
 		if (m.show !== "at") return (i) => set(spots, { d: glyphs(p, m, reached(m, i)) });
 		return (i, pos) => {
 			const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
@@ -404,8 +404,7 @@ function render({ model, el }) {
 		if (h) h.sent = false;
 		draw();
 		owed = { what, id };
-		clearTimeout(rest);
-		rest = setTimeout(settle, 60);
+		rest = later(rest, settle, 60);
 		mark();
 	}
 	on(root, "input", (e) => (typing = e.target)); // nobody overwrites what is typed
@@ -435,8 +434,7 @@ function render({ model, el }) {
 		used.add(name);
 	}
 	function draw() {
-		if (!scene) return;
-		spec = local ?? scene;
+		if (!(spec = local ?? scene)) return;
 		const width = max(finger() ? spec.least : min(spec.least, MOUSE), round(clamp(stage.clientWidth || spec.width, 280, 1.3 * spec.width)));
 		stage.classList.toggle("wide", width > (seen = stage.clientWidth) + 1);
 		picture.replaceChildren();
@@ -486,6 +484,11 @@ function render({ model, el }) {
 		const where = ({ m }) => (m.name === spec.index?.name ? shown : m.axis === "xy" ? m.at : at(m.at, index));
 		for (const [name, h] of handles) if (drag?.name !== name && !h.sent) place(h, where(h));
 		if (tip.dataset.x) hover(panels[tip.dataset.panel], +tip.dataset.x, +tip.dataset.y);
+		// where no ring can be seen any more the picture is moved; while one is dragged, no further than it
+		const wide = stage.classList.contains("wide"), { left, right } = stage.getBoundingClientRect(), from = drag?.name ? handles.get(drag.name).g : stage;
+		const boxes = (wide ? [...from.querySelectorAll("circle:not(.ring), .now")] : []).map((n) => n.getBoundingClientRect()).filter((box) => box.width);
+		const off = boxes.map((box) => max(0, box.right + 8 - right) - max(0, left + 8 - box.left));
+		if (off[0] && off.every(Boolean)) stage.scrollLeft += off[0] + (drag ? 0 : (Math.sign(off[0]) * seen) / 3);
 	}
 	function drawLegend() {
 		legend.replaceChildren();
@@ -516,8 +519,7 @@ function render({ model, el }) {
 		set(typed, { min: first, max: first + count - 1 });
 	}
 	function tell(wait = 120) {
-		clearTimeout(timer);
-		timer = setTimeout(() => { timer = 0; if (get("index") !== index) queue({ what: {}, id: "index" }); mark(); }, wait);
+		timer = later(timer, () => { timer = 0; if (get("index") !== index) queue({ what: {}, id: "index" }); mark(); }, wait);
 		mark();
 	}
 	function pause() { if (!frame) return; frame = cancelAnimationFrame(frame); button.textContent = "Play"; telling = null; show(index); tell(0); }
@@ -686,9 +688,8 @@ function render({ model, el }) {
 			if (c.kind === "checkbox") input.checked = v;
 			else if (c.kind !== "range") { if (typing !== input) input.value = v; } else {
 				if (document.activeElement !== box) box.value = v;
-				input.hidden = handles.has(c.name);
+				Object.assign(input, { hidden: handles.has(c.name), ariaValueText: v });
 				input.value = c.grid.reduce((best, g, k) => (abs(g - v) < abs(c.grid[best] - v) ? k : best), 0);
-				input.ariaValueText = v;
 			}
 		}
 	}

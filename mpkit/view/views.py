@@ -123,13 +123,13 @@ class View:
         self.maker.draw(sheet, **params)
         return sheet
 
-    def _show(self, params: dict[str, Any]) -> None:
+    def _show(self, params: dict[str, Any], message: str = "") -> None:
         """Draw first, then assign all: what is refused or interrupted on the way leaves everything as it was."""
         step = self.sheet.step and self.sheet.step["name"]
         moved = {n for n, v in params.items() if v is not self.params[n] and v != self.params[n]}
         if self.drawings == 0 or not moved or moved - {step}:
             self.sheet, self.drawings = self.drawn(params), self.drawings + 1
-        self.params, self.message = params, ""
+        self.params, self.message = params, message
 
     # ---- what is seen
     @property
@@ -210,5 +210,6 @@ class View:
 
     def _take(self, fresh: dict[str, Any]) -> None:
         self.progress = fresh.pop("progress", self.progress)
-        self.set(**fresh)
+        with self._answering():  # what was refused meanwhile stays told
+            self._show(self.asked(fresh, self.params), self.message)
         fresh.clear()
