@@ -93,7 +93,7 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
     see.grid(360, 900)
     see.idle = {"again"} if network == "mlp" else set()
     most = 1.15 * max(whole.max(), limit if limit < 2.5 * whole.max() else 0) / unit
-    y = names(WAYS, down=True) | ({"hi": -1.1} if limit / unit >= most else {})  # room for the card's words
+    y = names(WAYS, down=True) | {"hi": -1.1}  # room for the card's words
     panel = see.panel(title="kept during a training step", x=linear(word, 0, most, 6), y=y, pad=[28, 20, 44, 80])
     before = np.zeros(len(WAYS))
     for part, (color, hatch) in PARTS.items():
@@ -105,9 +105,9 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
     panel.text([f"{w / whole[0]:.0%}" for w in whole], before, np.arange(len(WAYS)), anchor="start", dx=6)
     if limit / unit < most:
         panel.rule("x", limit / unit, "ink", dash="--", width=2)
-        panel.text(room, limit / unit, 2.5, rotate=90, dx=13, halo=True)
+        panel.text(room, limit / unit, -0.85, beside=-6 if limit / unit > most / 2 else 6)
     else:
-        panel.text(f"{room}: beyond the right end", 0.99, 1, frame=True, anchor="end", valign="top")
+        panel.text(f"{room}, beyond →", 0.99, 1, frame=True, anchor="end", valign="top")
     see.say(
         f"{NETWORKS[network]}, batch {batch}, {optimizer}: float32 keeps {whole[0] / unit:.3g} {word}, autocast "
         f"{whole[1] / whole[0]:.0%} of it, O1 {whole[2] / whole[0]:.0%}, O2 {whole[3] / whole[0]:.0%}. "

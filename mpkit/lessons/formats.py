@@ -185,9 +185,9 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, value: float, near: 
     half = 20 * gap / (2 if field > 1 and field % 2 else 1)
     low, high = value - half, value + half
     x = linear("value; drag the ring: what is stored jumps from tick to tick", low, high, 5)
-    rows = [(0.42, form.name), (0.1, pinned)][: 1 + (pinned != "none")]
+    rows = [(0.5, form.name), (0.1, pinned)][: 1 + (pinned != "none")]
     y = {"lo": 0, "hi": 1.4, "ticks": [[*row] for row in rows], "bare": True}
-    line = see.panel(2, title=f"its neighbours; the gap, one ulp, is {gap:.4g}", x=x, y=y, pad=[28, 14, 46, 84])
+    line = see.panel(2, title=f"its neighbours; the gap, one ulp, is {gap:.4g}", x=x, y=y, pad=[28, 14, 46, 96])
     at = min(max(near, low), high)
     for height, name in rows:
         other = get_format(name)

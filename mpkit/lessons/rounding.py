@@ -106,7 +106,7 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[fl
     """One row for each mode with an arrow to its result, the last one with the odds of stochastic rounding."""
     x, left, right = place
     see.grid(380)
-    axis = linear("position between the two neighbours, ulp", -0.5, 1.5, 6)
+    axis = linear("position between the two neighbours, ulp", -0.7, 1.7, 6)
     rows = names([mode.replace("_", " ") for mode in [*results, "stochastic"]], down=True, bare=False) | {"hi": -1.7}
     panel = see.panel(title=f"two neighbours in {form.name}, and where each mode goes", x=axis, y=rows)
     for edge, value in ((0, left), (1, right)):

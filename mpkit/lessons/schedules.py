@@ -51,7 +51,7 @@ def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False,
     most = max(float(c.max()) for c in curves.values())  # a decay_rate above 1 makes one of them grow
     top = float(f"{min(max(rate, most), 4 * rate):.3g}")
     see.grid(380)
-    x, y = linear("step", -0.02 * STEPS, STEPS - 1, 8), linear("learning rate", -0.02 * top, 1.05 * top, 5)
+    x, y = linear("step", -0.02 * STEPS, STEPS - 1, 8), linear("learning rate", -0.05 * top, 1.05 * top, 5)
     told, columns = _curves(see, see.panel(title="the same numbers, five schedules", x=x, y=y), curves)
     see.say(
         f"Learning rates at step {{at}}, with learning_rate {rate:.3g}, decay_rate {factor:.3g}, decay_steps {span} "

@@ -564,8 +564,8 @@ function render({ model, el }) {
 		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
-		const long = 12 + 7 * note.textContent.length, on = m.stem && !across ? -2 : free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
-		const stem = m.stem && across, before = stem ? x - long > p.left : x + long > p.right || !(free || across);
+		const long = 12 + 7 * note.textContent.length, stem = m.stem && across, before = stem ? x - long > p.left : x + long > p.right || !(free || across);
+		const on = m.stem && !across ? (before ? -18 : -2) : free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
 		set(note, { x: x + (before ? -12 : 12), y: y + (stem && !before ? -11 : on), "text-anchor": before ? "end" : "start" });
 		const read = both ? [...v].map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
 		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": both ? v[0] : v, "aria-valuetext": read });
@@ -686,7 +686,7 @@ function render({ model, el }) {
 			const line = of("for", c.name), [, input, box] = line.children, v = values[c.name];
 			line.hidden = idle.includes(c.name);
 			if (c.kind === "checkbox") input.checked = v;
-			else if (c.kind !== "range") { if (typing !== input) input.value = v; } else {
+			else if (c.kind !== "range") { if (c.kind === "choice" || (typing !== input && !get("message"))) input.value = v; } else {
 				if (document.activeElement !== box) box.value = v;
 				Object.assign(input, { hidden: handles.has(c.name), ariaValueText: v });
 				input.value = c.grid.reduce((best, g, k) => (abs(g - v) < abs(c.grid[best] - v) ? k : best), 0);
