@@ -80,6 +80,14 @@ def test_a_view_fits_a_screen_of_720_pixels_with_its_buttons_and_its_sentence(ev
     assert {name: high for name, high in tab.evaluate(HEIGHTS) if high > ROOM} == {}
 
 
+def test_a_picture_wider_than_the_screen_shows_its_ring_while_it_plays(every, opened):
+    tab, _ = opened(["05_training_step: phases(), Reset"], "JupyterLab, light", 390)
+    tab.locator(".mpk-player input[type=number]").fill("6")
+    tab.locator(".mpk-player input[type=number]").press("Enter")
+    ring, stage = (tab.locator(name).bounding_box() for name in (".now", ".mpk-stage"))
+    assert stage["x"] <= ring["x"] and ring["x"] + ring["width"] <= stage["x"] + stage["width"]
+
+
 def test_values_are_read_by_arrow_keys_and_the_sentence_comes_back(every, opened):
     tab, _ = opened(["01_number_formats: ranges(exponent=0), Reset"], "JupyterLab, light", 1280)
     status = tab.locator(".mpk-status")

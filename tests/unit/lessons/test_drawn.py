@@ -11,6 +11,11 @@ from mpkit.lessons.rounding import totals
 from mpkit.view.words import words
 
 VIEWS = {"dynamic_scale.draw": draw, "formats.gaps": gaps, "rounding.totals": totals}
+TYPED = {  # the best that can be typed
+    "dynamic_scale.draw": "18 16 16 17 17 18",
+    "formats.gaps": "-24 -24 -24 -19 -14 -9 -4 1 5",
+    "rounding.totals": "500 1000 1500 2000 2048 2048 2048 2048",
+}
 
 
 def shown(view):
@@ -35,6 +40,7 @@ def test_a_line_is_judged_after_it_was_drawn(name):
     view.set(drawn=dict(enumerate(truth.tolist(), steps - len(truth))))
     assert shown(view).endswith(said["right"])
     assert view.numbers["near"] == len(truth)
+    assert shown(maker(typed=TYPED[name])).endswith(said["right"])
     for line, told in said["wrong"]:
         assert shown(maker(typed=" ".join(map(str, line)))).endswith(told)
     ends = maker.controls["drawn"].low, maker.controls["drawn"].high

@@ -1,5 +1,7 @@
 """Lessons 00 and 04: the training on the digits, its steered scale, the answers of lesson 00 a second way."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,11 @@ def test_a_training_is_steered_stops_and_keeps_the_run_before():
     assert "30 steps" in view.sentence
     view.set(level="O0", steps=2000)
     view.press("Train")
+    with pytest.raises(ValueError, match="scale_factor"):
+        view.set(factor=1.01)
+    while not view.progress:
+        time.sleep(0.01)
+    assert "1.01" in view.message  # the training goes on, and leaves it
     view.press("Stop")
     view.wait(60)
     assert view.numbers["before"] == first
