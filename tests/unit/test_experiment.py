@@ -184,29 +184,20 @@ def test_a_cell_that_ends_its_process_is_a_failed_run_and_the_others_are_made(mo
     assert "killed" in results.failures["x=2", 0]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"grid": []}, ValueError),
-        ({"grid": {"x": []}}, ValueError),
-        ({"grid": {"x": "O2"}}, TypeError),
-        ({"grid": {"x": {1, 2}}}, TypeError),
-        ({"grid": {"x": [1], "seed": [1]}}, ValueError),
-        ({"grid": [{1: 2}]}, TypeError),
-        ({"grid": {1: {}, 2: {}}}, TypeError),
-        ({"grid": [{"x": 1}, {"x": 1}]}, ValueError),
-        ({"grid": {"x": [torch.nn.Linear(1, 1)]}}, TypeError),
-        ({"grid": {"x": [iter([])]}}, TypeError),
-        ({"grid": {"z": [1]}}, TypeError),
-        ({"seeds": 0}, ValueError),
-        ({"seeds": [1, 1]}, ValueError),
-        ({"seeds": [-1]}, ValueError),
-        ({"n_jobs": 0}, ValueError),
-        ({"baseline": 7}, ValueError),
-        ({"baseline": {"x": 9}}, ValueError),
-        ({"folder": __file__}, ValueError),
+WRONG = {
+    ValueError: [
+        {"grid": []}, {"grid": {"x": []}}, {"grid": {"x": [1], "seed": [1]}}, {"grid": [{"x": 1}, {"x": 1}]},
+        {"seeds": 0}, {"seeds": [1, 1]}, {"seeds": [-1]}, {"n_jobs": 0}, {"baseline": 7},
+        {"baseline": {"x": 9}}, {"folder": __file__},
     ],
-)
+    TypeError: [
+        {"grid": {"x": "O2"}}, {"grid": {"x": {1, 2}}}, {"grid": [{1: 2}]}, {"grid": {1: {}, 2: {}}},
+        {"grid": {"x": [torch.nn.Linear(1, 1)]}}, {"grid": {"x": [iter([])]}}, {"grid": {"z": [1]}},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(wrong, error) for error, every in WRONG.items() for wrong in every])
 def test_what_is_wrong_is_refused_before_anything_runs(tmp_path, wrong, error):
     ran, folder = [], tmp_path / "f"
     given = {"run": lambda seed, x: ran.append(1) or {}, "grid": {"x": [1, 2]}, "folder": folder, **wrong}

@@ -152,21 +152,14 @@ class Stream(IterableDataset):
         return zip(*rows())
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        rows(),
-        (rows(48), rows(12, 1)),
-        pairs(),
-        {"train": pairs(), "test": rows(12, 1)},
-        {"train": rows()},
-        {"train": [rows(16), rows(16, 1)], "test": [rows(8)]},
-        DataLoader(pairs(), 16),
-        DataLoader(Stream(), 16),
-        [rows(16), rows(16, 1)],
-        lambda: DataLoader(pairs(), 16),
-    ],
-)
+KINDS = [
+    rows(), (rows(48), rows(12, 1)), pairs(), {"train": pairs(), "test": rows(12, 1)}, {"train": rows()},
+    {"train": [rows(16), rows(16, 1)], "test": [rows(8)]}, DataLoader(pairs(), 16), DataLoader(Stream(), 16),
+    [rows(16), rows(16, 1)], lambda: DataLoader(pairs(), 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", KINDS)
 def test_every_kind_of_data_trains(data):
     got = tiny(data=data)
     assert math.isfinite(got["final_loss"])
