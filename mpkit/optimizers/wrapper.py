@@ -59,9 +59,9 @@ class Wrapper(Closing, TorchOptimizer):
         optimizer = self.optimizer if optimizer is None else optimizer
         told = {name: getattr(self, name, None) for name in TOLD}
         vars(optimizer).update(told)
-        step: Any = type(optimizer).step
+        step: Any = type(optimizer).step  # around that of every optimizer that was made torch puts its hooks
         try:
-            (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+            step.__wrapped__(optimizer)
         finally:
             for name in told:
                 delattr(optimizer, name)

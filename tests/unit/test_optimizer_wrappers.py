@@ -51,6 +51,15 @@ def test_schedulers_of_either_object_see_its_steps(kind):
     assert copy.deepcopy(optimizer).param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.125
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_torch_s_scaler_divides_for_an_optimizer_inside_that_does_not(fused):
+    weight, scaler = nn.Parameter(torch.ones(2)), torch.amp.GradScaler("cpu", 1024.0)
+    optimizer = opt.Wrapper(torch.optim.SGD([weight], 0.5, fused=fused))
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.5, 0.5]
+
+
 def test_flags_of_a_scaler_are_handed_on_and_taken_away():
     optimizer = wrapped("plain")
     optimizer.found_inf = torch.ones(())

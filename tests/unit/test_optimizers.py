@@ -99,6 +99,12 @@ def test_steps_write_to_the_same_memory_and_keep_no_more_of_it(name, found):
     assert all(a is b for a, b in zip(kept(), held))
 
 
+def test_an_optimizer_is_a_key_and_told_as_torch_s_are(name):
+    optimizer = MEMBERS[name](parameters())
+    assert {optimizer: name}[optimizer] == name
+    assert repr(optimizer).startswith(f"{type(optimizer).__name__} (\nParameter Group 0\n")
+
+
 @pytest.mark.parametrize("name", [name for name in MEMBERS if "-" not in name])
 def test_a_step_that_may_skip_is_one_graph(name):
     made = []
