@@ -127,6 +127,14 @@ def test_ours_centralize_where_the_width_is_a_multiple() -> None:
         assert weight.tolist() == [[left] * width]
 
 
+def test_an_offloaded_adam_centralizes_nothing() -> None:
+    for kind, moves in ((optimizers.Adam, False), (optimizers.AdamOffload, True)):
+        weight = nn.Parameter(torch.zeros(1, 16))
+        weight.grad = torch.ones(1, 16)
+        kind([{"params": [weight], "grad_centralization": True}]).step()
+        assert bool(weight.all()) == moves
+
+
 def test_the_decay_of_a_scaled_gradient_is_scaled_too() -> None:
     """torch.amp leaves gradients of fused optimizers multiplied by the scale; the step must come out the same."""
     weights = [nn.Parameter(grad((2, 3), 5)) for _ in range(2)]

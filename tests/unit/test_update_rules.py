@@ -93,7 +93,11 @@ def test_lamb_formula():
     torch.testing.assert_close(got, w, rtol=1e-12, atol=1e-12)
 
 
-def test_lamb_ratio_is_one_where_the_weight_is_zero():
+def test_lamb_ratio_is_one_where_the_weight_or_the_update_is_zero():
+    still = nn.Parameter(torch.ones(3))
+    still.grad = torch.zeros(3)
+    opt.Lamb([still], 0.1).step()
+    assert still.tolist() == [1, 1, 1]
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.tensor([1.0, -2.0, 0.5])
     opt.Lamb([p], 0.1, eps=1e-12).step()
