@@ -113,6 +113,12 @@ def test_a_wrong_argument_is_named_before_anything_is_trained(wrong):
         model(metrics=5)
 
 
+@pytest.mark.parametrize("given", [{"amp_level": "O2"}, {"boost_level": "O1"}, {"keep_batchnorm_fp32": True}], ids=str)
+def test_a_level_needs_an_optimizer(given):
+    with pytest.raises(ValueError, match="optimizer"):
+        Model(nn.Linear(2, 2), **given)
+
+
 def test_a_nan_loss_stops_a_run_without_scaling_and_is_skipped_with_it():
     plain = model(manager=None)
     with pytest.raises(ValueError, match="epoch: 1 step: 4: the loss is nan"):
