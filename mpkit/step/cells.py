@@ -21,7 +21,7 @@ from mpkit.step.update import Update
 
 
 def _hooks(name: str, value: Any) -> Sequence[Hook]:
-    if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(h, Hook) for h in value):
+    if not isinstance(value, Iterable) or not all(isinstance(h, Hook) for h in value):
         raise TypeError(f"{name} must be a list of Hook objects (an empty one for none), got {value!r:.80}")
     return value  # type: ignore[return-value]
 
