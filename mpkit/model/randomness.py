@@ -76,7 +76,7 @@ def unseen(loader: object) -> list[str]:
 
 def saves_itself(loader: object) -> bool:
     """Whether a loader has a state of its own: where it stands, and what it draws from (torchdata's protocol)."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    return callable(getattr(loader, "load_state_dict", None))
 
 
 def _samplers(loader: object) -> list[Any]:

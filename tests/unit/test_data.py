@@ -110,19 +110,15 @@ def test_sizes_are_those_of_the_papers(build, count, norms):
     assert sum(isinstance(m, nn.BatchNorm2d) for m in network.modules()) == norms
 
 
-@pytest.mark.parametrize(
-    ("network", "shape"),
-    [
-        (networks.Network(), (2, 1, 28, 28)),
-        (networks.LeNet5(), (2, 1, 28, 28)),
-        (networks.LeNet5(), (2, 1, 32, 32)),
-        (networks.resnet18(width=4), (2, 3, 16, 16)),
-        (networks.resnet50(width=4, in_channels=1, small_input=False), (2, 1, 32, 32)),
-        (networks.MobileNetV2(((1, 4, 1, 1), (6, 8, 2, 2)), stem=4, head=16), (2, 3, 16, 16)),
-        (networks.DenseNet((2, 2), growth=4), (2, 3, 16, 16)),
-    ],
-    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
-)
+IMAGES = [
+    (networks.Network(), (2, 1, 28, 28)), (networks.LeNet5(), (2, 1, 28, 28)), (networks.LeNet5(), (2, 1, 32, 32)),
+    (networks.resnet18(width=4), (2, 3, 16, 16)), (networks.DenseNet((2, 2), growth=4), (2, 3, 16, 16)),
+    (networks.resnet50(width=4, in_channels=1, small_input=False), (2, 1, 32, 32)),
+    (networks.MobileNetV2(((1, 4, 1, 1), (6, 8, 2, 2)), stem=4, head=16), (2, 3, 16, 16)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("network", "shape"), IMAGES, ids=lambda v: type(v).__name__ * isinstance(v, nn.Module))
 def test_images_become_ten_logits_and_every_parameter_gets_a_gradient(network, shape):
     logits = network(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     assert logits.shape == (2, 10)

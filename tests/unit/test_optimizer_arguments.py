@@ -94,13 +94,8 @@ ENDS = {
     "ProximalAdagrad": {"accum": FROM_0, **PENALTIES},
     "FTRL": {"initial_accum": FROM_0, **PENALTIES, "lr_power": ([0], [1e-9]), "learning_rate": ([], [0.0])},
     **dict.fromkeys(("Adam", "AdaMax", "Lamb", "AdamWeightDecay"), ADAM),
-    "AdaFactor": {
-        "eps": ([], [(0, 1e-3), (1e-30, 0)]),
-        "clip_threshold": ABOVE_0,
-        "decay_rate": ABOVE_0,
-        "beta1": ([0], [-1e-9, 1]),
-        "weight_decay": ([0], [-1e-9, 1]),
-    },
+    "AdaFactor": dict.fromkeys(("beta1", "weight_decay"), ([0], [-1e-9, 1]))
+    | {"eps": ([], [(0, 1e-3), (1e-30, 0)]), "clip_threshold": ABOVE_0, "decay_rate": ABOVE_0},
     "SGD": {"momentum": FROM_0, "dampening": FROM_0},
     "Momentum": {"momentum": ([0.0], [-1e-9])},
     "Rprop": {"etas": ([], [(0.0, 1.2), (1.0, 1.2), (0.5, 1.0)]), "step_sizes": ([], [(0.0, 1.0), (1.0, 1.0)])},
@@ -183,19 +178,14 @@ def test_rates_may_be_put_into_a_group_as_the_constructor_takes_them(rates):
     assert weight.item() == -0.75
 
 
-@pytest.mark.parametrize(
-    ("group", "rate"),
-    [
-        ({"lr": 0.0}, 0.0),
-        ({"lr": 1.0, "relative_step": True}, 1.0),
-        ({"lr": 0.0, "relative_step": True}, math.nan),
-        ({"lr": 0.0, "relative_step": False}, 0.0),
-        ({"lr": torch.tensor([0.5])}, 0.5),
-        ({"lr": torch.tensor([0.5, 0.25])}, math.nan),
-        ({}, math.nan),
-    ],
-    ids=str,
-)
+RATES: list[tuple[dict[str, Any], float]] = [
+    ({"lr": 0.0}, 0.0), ({"lr": 1.0, "relative_step": True}, 1.0), ({"lr": 0.0, "relative_step": True}, math.nan),
+    ({"lr": 0.0, "relative_step": False}, 0.0), ({"lr": torch.tensor([0.5])}, 0.5),
+    ({"lr": torch.tensor([0.5, 0.25])}, math.nan), ({}, math.nan),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("group", "rate"), RATES, ids=str)
 def test_the_coming_rate_is_none_where_the_steps_are_relative_or_the_rate_is_no_number(group: Any, rate: float) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     assert float(coming_rate(optimizer, group)) == pytest.approx(rate, nan_ok=True, abs=0, rel=0)

@@ -135,36 +135,25 @@ def test_lambda_lr_keeps_a_rate_that_is_a_tensor_and_each_group_its_own():
 BAD: dict[type[Exception], list[Callable[[], Any]]] = {  # what one wrong argument alone does not show, see the contract
     TypeError: [
         *(lambda k=k: k(1, 0.5, 3) for k in (s.ExponentialDecayLR, s.NaturalExpDecayLR, s.InverseDecayLR)),
-        lambda: s.ExponentialDecayLR(0.1, 0.5, 3.0),
-        lambda: s.ExponentialDecayLR(0.1, 0.5, True),
-        lambda: s.ExponentialDecayLR(0.1, 0.5, 3, 1),
-        lambda: s.exponential_decay_lr(1, 0.5, 9, 3, 1),
-        lambda: s.exponential_decay_lr(0.1, 0.5, 9, 3.0, 1),
-        lambda: s.cosine_decay_lr(0.0, 1, 9, 3, 1),
-        lambda: s.polynomial_decay_lr(0.1, 0.0, 9, 3, 1, 1.0, 1),
-        lambda: s.piecewise_constant_lr([2], [1]),
+        lambda: s.ExponentialDecayLR(0.1, 0.5, 3.0), lambda: s.ExponentialDecayLR(0.1, 0.5, True),
+        lambda: s.ExponentialDecayLR(0.1, 0.5, 3, 1), lambda: s.exponential_decay_lr(1, 0.5, 9, 3, 1),
+        lambda: s.exponential_decay_lr(0.1, 0.5, 9, 3.0, 1), lambda: s.cosine_decay_lr(0.0, 1, 9, 3, 1),
+        lambda: s.polynomial_decay_lr(0.1, 0.0, 9, 3, 1, 1.0, 1), lambda: s.piecewise_constant_lr([2], [1]),
         lambda: s.WarmUpLR(0.1, 3).then([0.1], at=3),
         lambda: s.lambda_lr(torch.optim.SGD([torch.ones(1)], 0.1), [0.1]),
     ],
     ValueError: [
         *(lambda k=k: k(0.0, 0.5, 3) for k in (s.ExponentialDecayLR, s.NaturalExpDecayLR, s.InverseDecayLR)),
-        lambda: s.ExponentialDecayLR(0.1, 0.0, 3),
-        lambda: s.ExponentialDecayLR(0.1, 0.5, 0),
-        lambda: s.inverse_decay_lr(0.1, 0.5, 0, 3, 1),
-        lambda: s.CosineDecayLR(-0.1, 0.1, 3),
-        lambda: s.CosineDecayLR(0.1, 0.1, 3),
-        lambda: s.PolynomialDecayLR(0.1, -0.1, 3, 1.0),
-        lambda: s.PolynomialDecayLR(0.1, 0.0, 3, 0.0),
-        lambda: s.WarmUpLR(0.1, 2**63),
-        lambda: s.piecewise_constant_lr([2, 1], [0.1, 0.2]),
-        lambda: s.piecewise_constant_lr([2], [0.1, 0.2]),
-        lambda: s.piecewise_constant_lr([0], [0.1]),
-        lambda: s.ListedLR(()),
-        lambda: s.ListedLR((0.1, -0.1)),
+        lambda: s.ExponentialDecayLR(0.1, 0.0, 3), lambda: s.ExponentialDecayLR(0.1, 0.5, 0),
+        lambda: s.inverse_decay_lr(0.1, 0.5, 0, 3, 1), lambda: s.CosineDecayLR(-0.1, 0.1, 3),
+        lambda: s.CosineDecayLR(0.1, 0.1, 3), lambda: s.PolynomialDecayLR(0.1, -0.1, 3, 1.0),
+        lambda: s.PolynomialDecayLR(0.1, 0.0, 3, 0.0), lambda: s.WarmUpLR(0.1, 2**63),
+        lambda: s.piecewise_constant_lr([2, 1], [0.1, 0.2]), lambda: s.piecewise_constant_lr([2], [0.1, 0.2]),
+        lambda: s.piecewise_constant_lr([0], [0.1]), lambda: s.ListedLR(()), lambda: s.ListedLR((0.1, -0.1)),
         lambda: s.WarmUpLR(0.1, 3).then(s.WarmUpLR(0.1, 3), at=0),
         lambda: s.lambda_lr(torch.optim.SGD([torch.ones(1)], 0.1), []),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("steps", [2, [2]])
