@@ -126,7 +126,7 @@ class Config:
             )
         elif on["grad_freeze"] and (never := [key for key in ("param_groups", "freeze_p") if hyper[key] == 1]):
             reasons["grad_freeze"] = f"{never[0]} is 1: no step is ever frozen"
-        if on["adasum"] and not on["dim_reduce"]:
+        if not on["dim_reduce"]:
             (_, world), devices = rank_and_size(), hyper["device_number"]
             if self.faithful and on["grad_freeze"]:
                 reasons["adasum"] = "with grad_freeze MindSpore's train cell takes the freeze path first"
@@ -135,7 +135,7 @@ class Config:
                     f"AdaSum needs 2, 4, 8, ... groups of processes; {world} process{'es' * (world != 1)} // "
                     f"device_number {devices} = {world // devices} groups; set device_number in section common"
                 )
-        if on["grad_accumulation"] and hyper["grad_accumulation_step"] <= 1:
+        if hyper["grad_accumulation_step"] <= 1:
             reasons["grad_accumulation"] = "grad_accumulation_step is 1: every step updates"
         return [Inactive(flag, reasons[flag]) for flag in FLAGS if on[flag] and flag in reasons] + self._unread
 

@@ -97,6 +97,7 @@ def test_what_has_no_effect_is_listed_with_the_reason() -> None:
         "boost.less_bn": "mode 'auto' does not read flags; use 'manual'",
         "section grad_freeze": "grad_freeze is off at level O0 in mode 'auto'",
     }
+    assert ["  active: nothing" in str(quiet), "  active: less_bn\n" in str(one)] == [True, True]
     assert "takes the freeze path first" in reasons(AutoBoost("O2", faithful=True))["adasum"]
 
 
