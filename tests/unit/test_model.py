@@ -113,6 +113,13 @@ def test_a_wrong_argument_is_named_before_anything_is_trained(wrong):
         model(metrics=5)
 
 
+def test_a_checkpoint_is_written_every_so_many_steps(tmp_path):
+    path, there = tmp_path / "run.pt", []
+    looks = when("train_step_end", lambda run: there.append(path.exists()))
+    model().train(1, loader(3), callbacks=[Checkpoint(path, every=2), looks])
+    assert there == [False, False, True]  # after all others have heard of the step
+
+
 @pytest.mark.parametrize("given", [{"amp_level": "O2"}, {"boost_level": "O1"}, {"keep_batchnorm_fp32": True}], ids=str)
 def test_a_level_needs_an_optimizer(given):
     with pytest.raises(ValueError, match="optimizer"):
