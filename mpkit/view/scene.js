@@ -24,7 +24,7 @@ const clamp = (v, a, b) => min(max(a, b), max(min(a, b), v));
 const within = (v, [a, b]) => a <= v && v <= b;
 const finger = () => matchMedia("(pointer: coarse)").matches; // what it has to hit is 24 pixels wide
 const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
-const later = (old, does, wait) => (clearTimeout(old), setTimeout(does, wait));
+const afresh = (old, does, wait) => (clearTimeout(old), setTimeout(does, wait));
 const reveal = (node, yes) => (node.style.display = yes ? "" : "none");
 // of words, in letters' heights
 const wideness = (text) => 0.64 * max(1, ...text.split("\n").map((line) => line.length));
@@ -404,7 +404,7 @@ function render({ model, el }) {
 		if (h) h.sent = false;
 		draw();
 		owed = { what, id };
-		rest = later(rest, settle, 60);
+		rest = afresh(rest, settle, 60);
 		mark();
 	}
 	on(root, "input", (e) => (typing = e.target)); // nobody overwrites what is typed
@@ -519,7 +519,7 @@ function render({ model, el }) {
 		set(typed, { min: first, max: first + count - 1 });
 	}
 	function tell(wait = 120) {
-		timer = later(timer, () => { timer = 0; if (get("index") !== index) queue({ what: {}, id: "index" }); mark(); }, wait);
+		timer = afresh(timer, () => { timer = 0; if (get("index") !== index) queue({ what: {}, id: "index" }); mark(); }, wait);
 		mark();
 	}
 	function pause() { if (!frame) return; frame = cancelAnimationFrame(frame); button.textContent = "Play"; telling = null; show(index); tell(0); }
