@@ -51,6 +51,10 @@ def test_schedulers_of_either_object_see_its_steps(kind):
     assert copy.deepcopy(optimizer).param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.125
 
 
+def test_a_wrapper_that_is_being_made_has_nothing_inside():
+    assert not hasattr(opt.Wrapper.__new__(opt.Wrapper), "state")
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_torch_s_scaler_divides_for_an_optimizer_inside_that_does_not(fused):
     weight, scaler = nn.Parameter(torch.ones(2)), torch.amp.GradScaler("cpu", 1024.0)
