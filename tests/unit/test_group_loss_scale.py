@@ -144,5 +144,10 @@ def test_a_group_without_gradients_is_no_obstacle_to_dividing_by_the_updated_sca
     assert trained.grad.item() == pytest.approx(1 / (8 * manager.growth))
     with pytest.raises(ValueError, match="assign loss_scale_groups"):
         GroupLossScaleManager(8.0).unscale_and_update_()
-    with pytest.raises(ValueError, match="shrink < 1"):
-        GroupLossScaleManager(8.0, shrink=1.0)
+    assert manager.get_drop_overflow_update()
+    assert [*GroupLossScaleManager(8.0).state_dict()] == ["table"]
+    for shrink in (0.0, 1.0):
+        with pytest.raises(ValueError, match="shrink < 1"):
+            GroupLossScaleManager(8.0, shrink=shrink)
+    with pytest.raises(ValueError, match="init_loss_scale"):
+        GroupLossScaleManager(0.0, [[trained]], min_scale=0.0)

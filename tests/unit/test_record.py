@@ -469,6 +469,7 @@ def changed_head(key: str, value: object):
         (lambda a: a | {"gradients_counts": a["gradients_counts"] + 1}, "more values"),
         (lambda a: a | {"gradients_nonfinite": a["gradients_nonfinite"] + 1}, "more values"),
         (lambda a: a | {"step": a["step"][::-1].copy()}, "ascend"),
+        (lambda a: a | {"step": a["step"].clip(1)}, "ascend"),  # the first two are alike
         (lambda a: a | {"scale": -a["scale"]}, "loss scale"),
         (lambda a: a | {"gradients_largest": -a["gradients_largest"]}, "largest"),
         (changed_head("format", "fp99"), "fp99"),
