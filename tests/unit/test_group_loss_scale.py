@@ -146,8 +146,6 @@ def test_a_group_without_gradients_is_no_obstacle_to_dividing_by_the_updated_sca
         GroupLossScaleManager(8.0).unscale_and_update_()
     assert manager.get_drop_overflow_update()
     assert [*GroupLossScaleManager(8.0).state_dict()] == ["table"]
-    for shrink in (0.0, 1.0):
-        with pytest.raises(ValueError, match="shrink < 1"):
-            GroupLossScaleManager(8.0, shrink=shrink)
-    with pytest.raises(ValueError, match="init_loss_scale"):
-        GroupLossScaleManager(0.0, [[trained]], min_scale=0.0)
+    for init, wrong in ((8.0, {"shrink": 0.0}), (8.0, {"shrink": 1.0}), (0.0, {"min_scale": 0.0})):
+        with pytest.raises(ValueError, match="shrink < 1" if init else "init_loss_scale"):
+            GroupLossScaleManager(init, [[trained]], **wrong)

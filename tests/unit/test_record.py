@@ -328,15 +328,12 @@ def test_activations_are_the_outputs_of_the_leaves_in_recorded_training_steps() 
 @pytest.mark.parametrize(
     ("give", "values"),
     [
-        (lambda x: (x, 2 * x), 8),
-        (lambda x: {"a": [x, 8 * x], "b": x > 0, "c": None}, 8),
-        (lambda x: torch.return_types.max((8 * x, x.argmax(0))), 4),
-        (lambda x: (8 * x).to_sparse(), 4),
-        (lambda x: torch.nested.nested_tensor([x, 8 * x], layout=torch.jagged), 8),
-        (lambda x: "nothing", 0),
+        (lambda x: (x, 2 * x), 8), (lambda x: {"a": [x, 8 * x], "b": x > 0, "c": None}, 8),
+        (lambda x: torch.return_types.max((8 * x, x.argmax(0))), 4), (lambda x: (8 * x).to_sparse(), 4),
+        (lambda x: torch.nested.nested_tensor([x, 8 * x], layout=torch.jagged), 8), (lambda x: "nothing", 0),
     ],
     ids=["tuple", "dict", "named tuple", "sparse", "nested", "none"],
-)
+)  # fmt: skip
 def test_activations_are_all_float_tensors_of_an_output(give, values) -> None:
     network = nn.Sequential(nn.Linear(3, 4, bias=False), Op(give))
     recorder = Recorder(network, activations=True, format="fp32")

@@ -94,20 +94,14 @@ def shape_of(net, optimizer):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"metrics": {"accurcy"}}, ValueError),
-        ({"metrics": 5}, TypeError),
-        ({"clip_norm": -1.0}, ValueError),
-        ({"clip_norm": 0.0}, ValueError),
-        ({"clip_norm": "x"}, TypeError),
+        ({"metrics": {"accurcy"}}, ValueError), ({"metrics": 5}, TypeError), ({"clip_norm": -1.0}, ValueError),
+        ({"clip_norm": 0.0}, ValueError), ({"clip_norm": "x"}, TypeError),
         ({"clip_norm": 1.0, "loss_scale_manager": FixedLossScaleManager(8.0, False)}, ValueError),
-        ({"accumulation_steps": 0}, ValueError),
-        ({"hooks": None}, TypeError),
-        ({"eval_indexes": [1]}, ValueError),
-        ({"eval_network": 5}, TypeError),
-        ({"boost_config_dict": {"grad_freeze": {"param_groups": 0}}}, ValueError),
+        ({"accumulation_steps": 0}, ValueError), ({"hooks": None}, TypeError), ({"eval_indexes": [1]}, ValueError),
+        ({"eval_network": 5}, TypeError), ({"boost_config_dict": {"grad_freeze": {"param_groups": 0}}}, ValueError),
         ({"boost_config_dict": {"boost": {"mode": "manual", "dim_reduce": True}}}, ValueError),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_model_that_cannot_be_made_changes_nothing(level, options, error):
     torch.manual_seed(0)

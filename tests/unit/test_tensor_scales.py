@@ -106,12 +106,10 @@ def test_a_step_without_an_amax_counts_in_one_preset_and_not_in_the_other(name, 
 @pytest.mark.parametrize(
     ("name", "fine", "wrong"),
     [
-        ("margin", (-126, 126), (-127, 127)),
-        ("history_len", (1,), (0,)),
-        ("amax_floor", (0.0,), (-1e-9,)),
+        ("margin", (-126, 126), (-127, 127)), ("history_len", (1,), (0,)), ("amax_floor", (0.0,), (-1e-9,)),
         ("element_max", (1e-30, FLOAT32_MAX), (0.0, math.nextafter(FLOAT32_MAX, math.inf))),
     ],
-)
+)  # fmt: skip
 def test_a_policy_has_its_ends(name, fine, wrong):
     for value in fine:
         assert getattr(TensorScalePolicy(**{name: value}), name) == pytest.approx(value)
