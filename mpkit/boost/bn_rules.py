@@ -23,7 +23,7 @@ Removed = Iterator[tuple[str, str]]
 """Qualified name of a BatchNorm, and why it goes."""
 
 
-def removable(network: nn.Module, *, faithful: bool = False) -> dict[str, str]:
+def removable(network: nn.Module, *, faithful: bool) -> dict[str, str]:
     """The BatchNorms of `network` that LessBN removes, in definition order, and why."""
     if not faithful:
         found = dict(_by_structure(network, ""))

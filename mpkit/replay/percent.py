@@ -12,7 +12,7 @@ def percent(share: float, digits: int = 0) -> str:
     step = 10.0**-digits
     if share in (0, 1):
         return f"{100 * share:.0f} %"
-    if 0 < 100 * share < step:
+    if 100 * share < step:
         return f"less than {step:.{digits}f} %"
     if 100 - step < 100 * share < 100:
         return f"more than {100 - step:.{digits}f} %"

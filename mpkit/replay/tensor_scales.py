@@ -75,8 +75,8 @@ def replay_tensor_scales(
     limit = np.array([p.element_max for p in rows], dtype=np.float32)
     with np.errstate(all="ignore"):
         product = series * used
-        over = product > limit[:, None] * _SLACK
-        fits = (product > 0) & (product < np.inf) & ~over
+        over = product > np.minimum(limit * _SLACK, np.finfo(np.float32).max)[:, None]
+        fits = (product > 0) & ~over
         worst = np.nan_to_num(product, nan=0.0, posinf=np.inf).max(axis=1) / limit.astype(np.float64)
         unused = np.where(fits, np.frexp(limit)[1][:, None] - np.frexp(product)[1], 0).sum(axis=1)
     first = np.where(over.any(axis=1), over.argmax(axis=1), -1)

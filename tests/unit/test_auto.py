@@ -18,24 +18,13 @@ from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.step import WithLossCell
 
 TABLE: dict[str, tuple[Any, Any, Any]] = {  # key -> what it is by default, another value, one that is refused
-    "gradient_split_groups": (None, [0, 23], (1, 2)),
-    "device_number": (8, 1, 0),
-    "fn_flag": (True, False, 1),
-    "gc_flag": (True, False, "yes"),
-    "param_groups": (10, 3, 2.5),
-    "freeze_type": (1, 0, True),
-    "freeze_p": (0.7, 0.5, 1.2),
-    "total_steps": (65536, 20, "many"),
-    "grad_accumulation_step": (1, 4, 0),
-    "rho": (0.55, 0.3, -0.1),
-    "gamma": (0.9, 0.5, None),
-    "alpha": (0.001, 0.1, "lr"),
-    "sigma": (0.4, 0.2, 2),
-    "n_components": (32, 9, 0),
-    "pca_mat_path": (None, "p.npy", 3),
-    "weight_load_dir": (None, "w", 4),
+    "gradient_split_groups": (None, [0, 23], (1, 2)), "device_number": (8, 1, 0), "fn_flag": (True, False, 1),
+    "gc_flag": (True, False, "yes"), "param_groups": (10, 3, 2.5), "freeze_type": (1, 0, True),
+    "freeze_p": (0.7, 0.5, 1.2), "total_steps": (65536, 20, "many"), "grad_accumulation_step": (1, 4, 0),
+    "rho": (0.55, 0.3, -0.1), "gamma": (0.9, 0.5, None), "alpha": (0.001, 0.1, "lr"), "sigma": (0.4, 0.2, 2),
+    "n_components": (32, 9, 0), "pca_mat_path": (None, "p.npy", 3), "weight_load_dir": (None, "w", 4),
     "timeout": (1800, 23, -1),
-}
+}  # fmt: skip
 DEFAULTS = {name: row[0] for name, row in TABLE.items()}
 ALL_ON = {"mode": "manual", **dict.fromkeys(FLAGS, True)}
 

@@ -144,5 +144,8 @@ def test_a_group_without_gradients_is_no_obstacle_to_dividing_by_the_updated_sca
     assert trained.grad.item() == pytest.approx(1 / (8 * manager.growth))
     with pytest.raises(ValueError, match="assign loss_scale_groups"):
         GroupLossScaleManager(8.0).unscale_and_update_()
-    with pytest.raises(ValueError, match="shrink < 1"):
-        GroupLossScaleManager(8.0, shrink=1.0)
+    assert manager.get_drop_overflow_update()
+    assert [*GroupLossScaleManager(8.0).state_dict()] == ["table"]
+    for init, wrong in ((8.0, {"shrink": 0.0}), (8.0, {"shrink": 1.0}), (0.0, {"min_scale": 0.0})):
+        with pytest.raises(ValueError, match="shrink < 1" if init else "init_loss_scale"):
+            GroupLossScaleManager(init, [[trained]], **wrong)

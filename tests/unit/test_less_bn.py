@@ -78,7 +78,7 @@ def test_inverted_residuals_lose_the_norm_after_the_expansion_and_the_last_one()
 
 
 @pytest.mark.parametrize(
-    ("channels", "gone"), [((4, 5, 4), {"1"}), ((1, 2, 1), {"1"}), ((4, 4, 3), {}), ((4, 5, 5), {})]
+    ("channels", "gone"), [((4, 5, 4), {"4"}), ((1, 2, 1), {"4"}), ((4, 4, 3), {}), ((4, 5, 5), {})]
 )
 def test_a_residual_is_inverted_where_it_widens_and_narrows(
     channels: tuple[int, int, int], gone: Iterable[str]
@@ -86,12 +86,22 @@ def test_a_residual_is_inverted_where_it_widens_and_narrows(
     a, b, c = channels
     up, down = (nn.Conv2d(a, b, 1), nn.BatchNorm2d(b), nn.ReLU6()), (nn.Conv2d(b, c, 1), nn.BatchNorm2d(c))
     inside = nn.Conv2d(b, b, 3, padding=1, groups=b), nn.BatchNorm2d(b), nn.ReLU6()
-    assert LessBN(nn.Sequential(*up, *inside, *down)).report.removed.keys() == {*gone}
+    near = nn.ReLU(), nn.ReLU(), nn.Linear(4, 4)  # a linear layer so near to the input is not the last one
+    assert LessBN(nn.Sequential(*near, *up, *inside, *down)).report.removed.keys() == {*gone}
+
+
+class First(nn.Sequential):
+    """A dense layer that reads a concatenation of one, which is none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, super().forward(torch.cat([x], 1))], 1)
 
 
 def test_dense_layers_lose_the_norm_that_reads_a_concatenation() -> None:
     report = LessBN(networks.DenseNet((3, 2), growth=4)).report
     assert set(report.removed) == {"features.2.norm1", "features.3.norm1", "features.9.norm1"}
+    layers = [part for _ in range(2) for part in (nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 2, 1))]
+    assert LessBN(First(*layers)).report.removed == {}
 
 
 class Plain(nn.Module):

@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from mpkit import optimizers
 from mpkit.model import METRICS, Callback, Checkpoint, LossMonitor, Metric, Model, ProgressBar
-from mpkit.policies import preset
-from mpkit.scalers import DynamicLossScaleManager, FixedLossScaleManager, PolicyLossScaler
+from mpkit.policies import ScalePolicy, preset
+from mpkit.scalers import DynamicLossScaleManager, PolicyLossScaler
 from mpkit.step import Hook, TrainOneStepWithLossScaleCell, WithLossCell
 
 
@@ -111,6 +111,11 @@ def test_a_wrong_argument_is_named_before_anything_is_trained(wrong):
     assert torch.equal(weights(made), before)
     with pytest.raises(TypeError, match="metrics must be"):
         model(metrics=5)
+    with pytest.raises(ValueError, match="nothing is left"):
+        made.fit(1, loader(1), initial_epoch=1)
+    for how in ({"amp_level": "O2"}, {"boost_level": "O1"}, {"keep_batchnorm_fp32": True}):
+        with pytest.raises(ValueError, match="needs an optimizer"):
+            Model(network(), **how)
 
 
 def test_a_checkpoint_is_written_every_so_many_steps(tmp_path):
@@ -260,6 +265,15 @@ def test_a_checkpoint_of_another_network_changes_nothing(tmp_path):
         ours.load(path)
 
 
+def test_a_checkpoint_is_written_every_so_many_steps_and_not_after_an_error(tmp_path):
+    ours, steps, saved = model(), [], []
+    ours.save = lambda path: saved.append(len(steps))
+    fails = when("train_step_end", lambda run: steps.append(1 / (8 - run.cur_step_num)))
+    with pytest.raises(ZeroDivisionError):
+        ours.train(2, loader(), callbacks=[fails, Checkpoint(tmp_path / "run.pt", every=3)])
+    assert saved == [3, 6]
+
+
 def test_a_resumed_run_wants_its_callbacks_back(tmp_path):
     path, ours, whole = tmp_path / "run.pt", model(), model()
     torch.manual_seed(11)
@@ -301,12 +315,15 @@ def test_a_progress_bar_counts_the_steps_and_shows_loss_and_scale(capfd):
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "scale", "told"), [(0, 20, 1.0, 1), (0, 19, 1.0, 0), (1, 19, 1.0, 0), (0, 20, 2.0, 0)]
+    ("good", "bad", "growth", "scale", "told"),  # with the growth of the last the scale is inf after two steps
+    [(0, 20, 1, 1, 1), (0, 19, 1, 1, 0), (1, 19, 1, 1, 0), (0, 20, 1, 2, 0), (2, 20, 2.0**100, 1, 1)],
 )
-def test_from_twenty_skipped_steps_at_the_floor_on_they_are_told(good, bad, scale, told):
+def test_from_twenty_skipped_steps_at_the_floor_or_inf_on_they_are_told(good, bad, growth, scale, told):
     net = nn.Linear(1, 1)
-    sgd = torch.optim.SGD(net.parameters(), 0.1, fused=True)
-    ours = Model(net, nn.MSELoss(), sgd, loss_scale_manager=FixedLossScaleManager(scale))
+    sgd, moves = torch.optim.SGD(net.parameters(), 0.1, fused=True), {"growth_interval": 1, "hold_at_overflow": False}
+    policy = ScalePolicy(init_scale=scale, growth_factor=growth, min_scale=scale, **moves)
+    scaler = PolicyLossScaler(ScalePolicy.fixed(scale) if growth == 1 else policy)
+    ours = Model(TrainOneStepWithLossScaleCell(WithLossCell(net, nn.MSELoss()), sgd, scaler))
     batches = [(torch.full((1, 1), value), torch.zeros(1, 1)) for value in [1.0] * good + [torch.inf] * bad]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -163,7 +163,7 @@ def test_sweep_is_replay_of_every_combination() -> None:
     generator = torch.Generator().manual_seed(4)
     trace = trace_of([torch.randn(100, generator=generator) * 2.0**-5 for _ in range(80)])
     frame = sweep(trace, init=[2.0**8, 2.0**24], factor=[2, 4], window=[5, 50])
-    assert len(frame) == 8
+    assert (len(frame), "scale" in frame) == (8, False)
     assert (frame["lost"].diff().dropna() >= 0).all()
     for _, row in frame.iterrows():
         alone = replay(trace, swept(row["init"], row["factor"], row["window"])).iloc[0]
@@ -274,15 +274,10 @@ def test_what_cannot_be_replayed_is_refused(call, error, words) -> None:
 @pytest.mark.parametrize(
     ("share", "digits", "words"),
     [
-        (0.0, 1, "0 %"),
-        (1.0, 1, "100 %"),
-        (0.01, 0, "1 %"),
-        (math.nextafter(0.01, 0), 0, "less than 1 %"),
-        (0.99, 0, "99 %"),
-        (math.nextafter(0.99, 1), 0, "more than 99 %"),
-        (1 - 2.0**-53, 2, "more than 99.99 %"),
+        (0.0, 1, "0 %"), (1.0, 1, "100 %"), (0.01, 0, "1 %"), (math.nextafter(0.01, 0), 0, "less than 1 %"),
+        (0.99, 0, "99 %"), (math.nextafter(0.99, 1), 0, "more than 99 %"), (1 - 2.0**-53, 2, "more than 99.99 %"),
         (1 + 2.0**-52, 0, "100 %"),  # what a mean of ones may come to
     ],
-)
+)  # fmt: skip
 def test_a_share_next_to_none_or_all_is_told_as_such(share: float, digits: int, words: str) -> None:
     assert percent(share, digits) == words

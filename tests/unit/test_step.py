@@ -150,14 +150,8 @@ def test_hooks_see_in_each_phase_what_is_known_by_then():
     notes = type("Notes", (Hook,), {phase: lambda self, ctx, phase=phase: note(phase, ctx) for phase in phases})
     out = cell_for(sense="tensor", hooks=[notes()])(*batches(1)[0])
     true = seen["after_unscale"][0]
-    assert list(seen.values()) == [
-        (None, False, False, None),
-        (None, True, False, None),
-        (true * 1024, True, False, None),
-        (true, True, True, None),
-        (true, True, True, None),
-        (true, True, True, out),
-    ]
+    before, after = [(None, False, False, None), (None, True, False, None)], [(true, True, True, None)] * 2
+    assert list(seen.values()) == [*before, (true * 1024, True, False, None), *after, (true, True, True, out)]
 
 
 def test_an_error_in_the_optimizer_leaves_the_scale_as_it_was():
@@ -229,11 +223,10 @@ def test_two_optimizers_that_skip_each_for_itself_are_those_of_grad_scaler(fused
 @pytest.mark.parametrize(
     ("optimizers", "skip", "error", "words"),
     [
-        (2, "all", ValueError, "share a parameter"),
-        (1, "some", ValueError, "skip must be"),
+        (2, "all", ValueError, "share a parameter"), (1, "some", ValueError, "skip must be"),
         (0, "all", TypeError, "non-empty"),
     ],
-)
+)  # fmt: skip
 def test_optimizers_that_cannot_step_together_are_refused(optimizers, skip, error, words):
     net = network()
     with pytest.raises(error, match=words):

@@ -106,12 +106,10 @@ def test_a_step_without_an_amax_counts_in_one_preset_and_not_in_the_other(name, 
 @pytest.mark.parametrize(
     ("name", "fine", "wrong"),
     [
-        ("margin", (-126, 126), (-127, 127)),
-        ("history_len", (1,), (0,)),
-        ("amax_floor", (0.0,), (-1e-9,)),
+        ("margin", (-126, 126), (-127, 127)), ("history_len", (1,), (0,)), ("amax_floor", (0.0,), (-1e-9,)),
         ("element_max", (1e-30, FLOAT32_MAX), (0.0, math.nextafter(FLOAT32_MAX, math.inf))),
     ],
-)
+)  # fmt: skip
 def test_a_policy_has_its_ends(name, fine, wrong):
     for value in fine:
         assert getattr(TensorScalePolicy(**{name: value}), name) == pytest.approx(value)
@@ -173,10 +171,23 @@ def test_the_tensor_with_a_stale_scale_is_named():
 TE = TENSOR_SCALE_PRESETS["te_delayed"]
 
 
-@pytest.mark.parametrize(("last_bits", "clipped"), [(0, 0), (4, 0), (5, 1)])
-def test_the_last_bits_of_a_product_are_no_clipping(last_bits, clipped):
+WIDEST = TensorScalePolicy(element_max=FLOAT32_MAX)
+
+
+@pytest.mark.parametrize(
+    ("policy", "amax", "clipped"),
+    [(TE, 448 + bits * 2.0**-15, bits > 4) for bits in (0, 4, 5)] + [(WIDEST, FLOAT32_MAX, 0), (WIDEST, math.inf, 1)],
+)
+def test_the_last_bits_of_a_product_are_no_clipping(policy, amax, clipped):
     """A first step is cast with scale 1; 448 (1 + 2^-22), rounded to float32, is 448 and four of its last bits."""
-    assert replay_tensor_scales([448 + last_bits * 2.0**-15], [TE]).clipped.tolist() == [clipped]
+    done = replay_tensor_scales([amax], [policy])
+    assert (done.clipped.tolist(), done.unused_bits.tolist()) == ([clipped], [0.0])
+
+
+def test_a_sweep_tells_the_settings_that_differ_and_the_length_of_a_history():
+    frame = sweep_tensor_scales({"a": [1.0], "b": [2.0]}, history_len=[2], margin=(0, 1), algorithm=["max"])
+    told = ["tensor", "history_len", "margin", "policy", "clipped", "first", "worst", "unused_bits"]
+    assert ([*frame], frame["tensor"].tolist()) == (told, ["a", "a", "b", "b"])
 
 
 @pytest.mark.parametrize(
