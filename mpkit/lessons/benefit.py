@@ -103,11 +103,10 @@ def memory(see: Sheet, network="gpt2", batch=8, again=False, optimizer="Adam", c
                     edge=hatch and "ink", told=[f"{h:.3g} {word}" for h in here[rows]])  # fmt: skip
         before += here
     panel.text([f"{w / whole[0]:.0%}" for w in whole], before, np.arange(len(WAYS)), anchor="start", dx=6)
-    if limit / unit < most:
+    if inside := limit / unit < most:
         panel.rule("x", limit / unit, "ink", dash="--", width=2)
-        panel.text(room, limit / unit, -0.85, beside=-6 if limit / unit > most / 2 else 6)
-    else:
-        panel.text(f"{room}, beyond →", 0.99, 1, frame=True, anchor="end", valign="top")
+    words = room if inside else f"{room}, beyond →"
+    panel.text(words, min(limit / unit, most), -0.85, beside=-6 if limit / unit > most / 2 else 6)
     see.say(
         f"{NETWORKS[network]}, batch {batch}, {optimizer}: float32 keeps {whole[0] / unit:.3g} {word}, autocast "
         f"{whole[1] / whole[0]:.0%} of it, O1 {whole[2] / whole[0]:.0%}, O2 {whole[3] / whole[0]:.0%}. "

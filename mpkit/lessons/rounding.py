@@ -114,7 +114,7 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[fl
         panel.text(f"{value:.7g}\n{_parity(value, form)}", edge, -1.2, size=13, beside=8 if edge else -8)
     at, last = (x - left) / (right - left), len(results)
     panel.line([-0.75, last + 0.5], [at, at], "own", dash=":", width=1.4)
-    panel.text(f"{x:.7g}", min(max(at, 0.3), 0.7), -1.3, color="own")  # above its ring, between the neighbours
+    panel.text(f"{x:.7g}", min(max(at, 0.45), 0.55), -1.3, color="own")  # above its ring, between the neighbours
     every = [(row, result, 0.5) for row, result in enumerate(results.values())]
     for row, result, share in every + [(last, result, share) for result, share in odds.items()]:
         fits = math.isfinite(result)  # inf and NaN lie beyond what is too large

@@ -112,14 +112,15 @@ def prediction(
     own = drawn.keys() - range(first)  # what is known is no prediction
     for point in own:
         guess[point - first] = drawn[point]
-    if shown and not (typed.strip() or own):
-        raise ValueError("draw or type your prediction first; then it is shown")
+    if bool(typed.strip()) == bool(own) and (own or shown):
+        raise ValueError("draw your prediction first, or type it, one of the two; Reset begins anew")
     see.grid(380, 900)
     see.idle |= {"shown"}  # the button shows it, once
     panel.given["title"] = "your line and what happened" if shown else said["title"]
     mine = np.concatenate([np.full(first, np.nan), guess])
     look: dict[str, Any] = {"color": "own", "label": "your line", "width": 2.4, "dash": "--"}
-    near = int((np.abs(guess - truth[first:]) <= within).sum())
+    away = np.abs(guess - truth[first:])
+    near, right = int((away <= within).sum()), np.mean(away <= within) >= 0.8 and away.mean() <= within
     numbers: dict[str, Any] = {"guess": guess, "truth": truth[first:], "near": near, "within": within}
     if not shown:
         panel.add("pen", y=mine, name="drawn", lo=ends[0], hi=ends[1], **look)
@@ -128,8 +129,8 @@ def prediction(
         return first
     panel.line(mine, **look)
     see.idle |= {"typed"}
-    off, picture = min((float(np.abs(guess - line(wrong)).mean()), tells) for wrong, tells in said["wrong"])
-    picture = said["right"] if near >= 0.8 * count else picture if off < 0.025 * (ends[1] - ends[0]) else said["other"]
+    far, picture = min((float(np.abs(guess - line(wrong)).mean()), tells) for wrong, tells in said["wrong"])
+    picture = said["right"] if right else picture if far < 0.025 * (ends[1] - ends[0]) else said["other"]
     head = f"At {{near}} of {{count}} points your line is within {said['near']}."
     see.say(f"{head} {{picture}} What happened: {said['happened']}.", count=count, picture=picture, **numbers)
     return len(truth)
