@@ -57,7 +57,7 @@ class Range(Control):
         """Its line, unless it is hidden."""
         grid = self.grid(default)
         even = len(grid) > 1 and math.isclose(step := grid[1] - grid[0], grid[-1] - grid[-2], abs_tol=1e-9)
-        wide = 3 + max(len(f"{v:.9g}") for v in grid)  # digits, and room for the arrows
+        wide = 4 + max(len(f"{v:.9g}") for v in grid)  # digits, and room for the arrows
         row = {"kind": "range", "grid": grid, "step": float(f"{step:.6g}") if even else "any", "wide": wide}
         return {} if self.hidden else row | ({"costly": True} if self.costly else {})
 

@@ -372,8 +372,7 @@ function render({ model, el }) {
 	function heard(tells) { try { tells(); } catch { lost(); } } // a page learns that a kernel was ended where it asks it
 	function say(text) { word.textContent = text ?? ""; }
 	function lost() {
-		gone = true;
-		[away, waiting, owed, late, rest] = [null, [], null, clearTimeout(late), clearTimeout(rest)];
+		[gone, away, waiting, owed, late, rest] = [true, null, [], null, clearTimeout(late), clearTimeout(rest)];
 		for (const part of [form, presses, tries]) part.inert = true;
 		say(GONE);
 		back();
@@ -487,8 +486,9 @@ function render({ model, el }) {
 		// where no ring can be seen any more the picture is moved; while one is dragged, no further than it
 		const wide = stage.classList.contains("wide"), { left, right } = stage.getBoundingClientRect(), from = drag?.name ? handles.get(drag.name).g : stage;
 		const boxes = (wide ? [...from.querySelectorAll("circle:not(.ring), .now")] : []).map((n) => n.getBoundingClientRect()).filter((box) => box.width);
-		const off = boxes.map((box) => max(0, box.right + 8 - right) - max(0, left + 8 - box.left));
-		if (off[0] && off.every(Boolean)) stage.scrollLeft += off[0] + (drag ? 0 : (Math.sign(off[0]) * seen) / 3);
+		const off = boxes.length || !spec.index ? boxes.map((box) => max(0, box.right + 8 - right) - max(0, left + 8 - box.left))
+			: [(stage.scrollWidth * (index + 1)) / spec.index.count - stage.scrollLeft - seen]; // a step without a ring
+		if (wide && off[0] && off.every(Boolean)) stage.scrollLeft += off[0] + (drag ? 0 : (Math.sign(off[0]) * seen) / 3);
 	}
 	function drawLegend() {
 		legend.replaceChildren();
@@ -687,7 +687,7 @@ function render({ model, el }) {
 			line.hidden = idle.includes(c.name);
 			if (c.kind === "checkbox") input.checked = v;
 			else if (c.kind !== "range") { if (c.kind === "choice" || (typing !== input && !get("message"))) input.value = v; } else {
-				if (document.activeElement !== box) box.value = v;
+				if (document.activeElement !== box) box.value = +(+v).toPrecision(9);
 				Object.assign(input, { hidden: handles.has(c.name), ariaValueText: v });
 				input.value = c.grid.reduce((best, g, k) => (abs(g - v) < abs(c.grid[best] - v) ? k : best), 0);
 			}
