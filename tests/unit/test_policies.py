@@ -11,7 +11,7 @@ import pytest
 import torch
 from frameworks import SINGLE, of
 
-from mpkit.formats import FloatFormat
+from mpkit.formats import FP32, FloatFormat
 from mpkit.policies import (
     STOPS,
     ScalePolicy,
@@ -76,6 +76,8 @@ def test_an_empty_run_is_a_run():
         both = run(stack([preset("torch"), preset("apex")]), steps)
         assert both.scale.shape == both.reasons.shape == (len(steps), 2)
         assert (both.raised_at.tolist(), both.raised) == ([-1, -1], ("", ""))
+    with pytest.raises(ValueError, match="must have shape"):
+        run(stack([preset("torch"), preset("apex")]), [[True] * 3])
 
 
 def test_fixed_scales_of_the_frameworks():
@@ -424,6 +426,7 @@ TINY = {
     "far apart": tensor_scale_preset("te_current", FloatFormat("e2m1i", 2, 1), power_of_two=True),
     "no float32": TensorScalePolicy(element_max=1.9, unfused=True),
     "beyond": TensorScalePolicy(element_max=3e38, margin=-126),
+    "widest": tensor_scale_preset("te_current", FP32),
 }
 
 
