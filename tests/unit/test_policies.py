@@ -160,30 +160,22 @@ BOUNDED = ScalePolicy(min_scale=2.0, max_scale=64.0)
 FREE, NARROW = ScalePolicy(), ScalePolicy(scale_bits=16)
 
 
-@pytest.mark.parametrize(
-    ("policy", "before", "after", "finite", "word"),
-    [
-        (BOUNDED, 8.0, math.nan, False, "stopped"),
-        (BOUNDED, 64.0, 64.0, True, "at cap"),
-        (BOUNDED, 63.0, 63.0, True, "held"),
-        (FREE, FLOAT32_MAX / 2, FLOAT32_MAX / 2, True, "held"),  # twice that is still a float32
-        (FREE, 2.0**127, 2.0**127, True, "at cap"),
-        (NARROW, 32752.0, 32752.0, True, "held"),
-        (NARROW, 32768.0, 32768.0, True, "at cap"),
-        (BOUNDED, 2.0, 2.0, False, "at floor"),
-        (BOUNDED, 2.5, 2.5, False, "tolerated"),
-        (BOUNDED, math.inf, math.inf, False, "at floor"),
-        (BOUNDED, 8.0, 16.0, True, "grew"),
-        (BOUNDED, 1.0, 2.0, True, "grew"),
-        (BOUNDED, 4.0, 8.0, False, "grew"),  # decided a step before, as a delayed policy does
-        (BOUNDED, 1.0, 2.0, False, "lifted"),
-        (BOUNDED, 2.0, 3.0, False, "lifted"),
-        (BOUNDED, 128.0, 64.0, True, "lowered"),
-        (BOUNDED, 128.0, 32.0, True, "backed off"),
-        (BOUNDED, 128.0, 64.0, False, "backed off"),
-        (BOUNDED, 8.0, 4.0, False, "backed off"),
-    ],
-)
+DECISIONS = [
+    (BOUNDED, 8.0, math.nan, False, "stopped"), (BOUNDED, 64.0, 64.0, True, "at cap"),
+    # twice FLOAT32_MAX / 2 is still a float32
+    (BOUNDED, 63.0, 63.0, True, "held"), (FREE, FLOAT32_MAX / 2, FLOAT32_MAX / 2, True, "held"),
+    (FREE, 2.0**127, 2.0**127, True, "at cap"), (NARROW, 32752.0, 32752.0, True, "held"),
+    (NARROW, 32768.0, 32768.0, True, "at cap"), (BOUNDED, 2.0, 2.0, False, "at floor"),
+    (BOUNDED, 2.5, 2.5, False, "tolerated"), (BOUNDED, math.inf, math.inf, False, "at floor"),
+    # growth at an overflow was decided a step before, as a delayed policy does
+    (BOUNDED, 8.0, 16.0, True, "grew"), (BOUNDED, 1.0, 2.0, True, "grew"), (BOUNDED, 4.0, 8.0, False, "grew"),
+    (BOUNDED, 1.0, 2.0, False, "lifted"), (BOUNDED, 2.0, 3.0, False, "lifted"),
+    (BOUNDED, 128.0, 64.0, True, "lowered"), (BOUNDED, 128.0, 32.0, True, "backed off"),
+    (BOUNDED, 128.0, 64.0, False, "backed off"), (BOUNDED, 8.0, 4.0, False, "backed off"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "before", "after", "finite", "word"), DECISIONS)
 def test_every_decision_has_its_word(policy: ScalePolicy, before: float, after: float, finite: bool, word: str) -> None:
     assert explain(policy, [before], [after], [finite]).tolist() == [word]
 

@@ -184,14 +184,11 @@ def test_one_kernel_or_twenty_a_scaler_follows_the_rule(policy, flags):
 
 
 SCALERS = {
-    "static": StaticLossScaler(64.0),
-    "dynamic": DynamicLossScaler(1000, 3, 4),
-    "fixed manager": FixedLossScaleManager(64.0),
-    "manager": DynamicLossScaleManager(1000.0, 3, 4),
-    "fixed cell": FixedLossScaleUpdateCell(64.0),
-    "cell": DynamicLossScaleUpdateCell(1000.0, 3, 4),
+    "static": StaticLossScaler(64.0), "dynamic": DynamicLossScaler(1000, 3, 4),
+    "fixed manager": FixedLossScaleManager(64.0), "manager": DynamicLossScaleManager(1000.0, 3, 4),
+    "fixed cell": FixedLossScaleUpdateCell(64.0), "cell": DynamicLossScaleUpdateCell(1000.0, 3, 4),
     "policy": PolicyLossScaler(preset("deepspeed", init_scale=1000.0)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCALERS)
