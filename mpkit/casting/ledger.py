@@ -93,7 +93,7 @@ class _Watch(TorchFunctionMode):
 class Ledger:
     """Records every operation of `network`'s forward passes inside a `with` block; see `ledger`."""
 
-    def __init__(self, network: nn.Module, *, count: bool = False, keep: bool = False) -> None:
+    def __init__(self, network: nn.Module, *, count: bool, keep: bool) -> None:
         check_kind("network", network, nn.Module, "an nn.Module")
         self.network, self.count, self.keep = network, count, keep
         self.rows: list[Operation] = []

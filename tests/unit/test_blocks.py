@@ -7,6 +7,7 @@ import math
 import pickle
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -226,6 +227,9 @@ def test_formats_are_data():
     assert INT8.rounded(torch.tensor([1.999, -2.5, 1.5 / 64, 2.5 / 64])).tolist() == [127 / 64, -2.0, 2 / 64, 2 / 64]
     assert BlockFormat("mine", E2M1, (1, 16), E4M3FN, tensor_scale=True).scale_rounding == "te"
     assert MXFP6_E2M3.bits_per_element == 6.25
+    assert (E8M0.has_inf, E8M0.has_nan) == (False, True)
+    even = BlockFormat("tie", E2M1, (1, 16), E4M3FN, "4over6_mae_256", tensor_scale=True)
+    assert quantize_blocks(6 * torch.eye(1, 16), even).elements.max() == 6.0  # 4 of a larger scale is as near
 
 
 def test_compiled_and_eager_agree():
@@ -247,6 +251,9 @@ def test_bad_input_is_refused_with_the_way_out():
         (lambda: quantize_blocks(torch.randn(5), BlockFormat("b", E2M1, (2, 16))), ValueError, "last two dims"),
         (lambda: quantize_blocks(torch.randn(5, 5, 5), FP8_128X128, 0), ValueError, "reshape it"),
         (lambda: quantize_blocks(x, MXFP4, bits=bits), ValueError, "stochastic"),
+        (lambda: quantize_blocks(x, MXFP4, mode="stochastic", bits=[1]), TypeError, "uint8"),
+        (lambda: round_with_bits(x, E2M1, bits.int()), TypeError, "uint8"),
+        (lambda: BlockFormat("b", E2M1, (1, 2, 16)), TypeError, "two ints"),
         (lambda: quantize_blocks(x, MXINT8, mode="stochastic"), ValueError, "nearest even"),
         (lambda: quantize_blocks(x, MXINT8, mode="stochastic", bits=bits), ValueError, "bits are for"),
         (lambda: BlockFormat("b", FP16), ValueError, "at most 8 bits"),
@@ -332,11 +339,11 @@ def test_a_scale_below_the_normal_numbers_is_no_zero(element: FloatFormat | IntF
 def test_hardware_rounding_knows_every_gap():
     """Against fractions: floor of |y| / gap + bits / 256, for subnormals of a format with 8 exponent bits too."""
     y = torch.tensor([1e-40, 3e-41, -1e-39, 1.17e-38, 2.0**-126, 1.0, -2.7, 3.39e38])
-    for bits in (0, 1, 77, 255):
-        got = round_with_bits(y, BF16, torch.full(y.shape, bits, dtype=torch.uint8))
-        gaps = [Fraction(BF16.ulp(v)) for v in y.tolist()]
+    for fmt, bits in product((BF16, FloatFormat("e8m15", 8, 15)), (0, 1, 77, 255)):
+        got = round_with_bits(y, fmt, torch.full(y.shape, bits, dtype=torch.uint8))
+        gaps = [Fraction(fmt.ulp(v)) for v in y.tolist()]
         down = [(abs(Fraction(v)) + Fraction(bits, 256) * g) // g * g for v, g in zip(y.tolist(), gaps)]
-        assert got.tolist() == [math.copysign(min(BF16.max, float(w)), v) for w, v in zip(down, y.tolist())]
+        assert got.tolist() == [math.copysign(min(fmt.max, float(w)), v) for w, v in zip(down, y.tolist())]
 
 
 def test_a_recipe_takes_float_tensors_of_any_size():

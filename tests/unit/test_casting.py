@@ -122,12 +122,9 @@ def total(value: Any) -> Tensor:
 OPERATIONS = ["conv2d", "batch_norm", "relu", "flatten", "linear", "layer_norm", "linear", "softmax"]
 # per operation of the convolutional network what it computes in and what it gives: low or wide
 COMPUTED = {
-    "O0": "ww ww ww ww ww ww ww ww",
-    "O1": "lw ww lw ww lw ww lw ww",
-    "O2": "ll wl ll ll ll wl ll ll",
-    "O3": "ll ll ll ll ll ll ll ll",
-    "auto": "lw ww ww ww lw ww ll ww",
-}
+    "O0": "ww ww ww ww ww ww ww ww", "O1": "lw ww lw ww lw ww lw ww", "O2": "ll wl ll ll ll wl ll ll",
+    "O3": "ll ll ll ll ll ll ll ll", "auto": "lw ww ww ww lw ww ll ww",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [*LOWS, FP16, E4M3FN], ids=str)

@@ -32,20 +32,15 @@ def into_slice(y: Tensor) -> None:
 
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
-    "setitem": into_slice,
-    "copy_": lambda y: y[0].copy_(y[1] * 2),
-    "fill_": lambda y: y[:, 1].fill_(5),
-    "zero_": lambda y: y.t()[2].zero_(),
-    "add_": lambda y: y.view(-1)[3:9].add_(1),
-    "mul_ of a chunk": lambda y: y.chunk(2)[1].mul_(2),
-    "out=": lambda y: torch.add(y[:2], 1, out=y[:2]),
+    "setitem": into_slice, "copy_": lambda y: y[0].copy_(y[1] * 2), "fill_": lambda y: y[:, 1].fill_(5),
+    "zero_": lambda y: y.t()[2].zero_(), "add_": lambda y: y.view(-1)[3:9].add_(1),
+    "mul_ of a chunk": lambda y: y.chunk(2)[1].mul_(2), "out=": lambda y: torch.add(y[:2], 1, out=y[:2]),
     "out= next to the last": lambda y: torch.neg(y[:2], out=y[2:]),
     "relu_": lambda y: F.relu(y.select(0, 3), inplace=True),
     "masked_fill_": lambda y: y[1:].masked_fill_(y[1:] > 2, -1),
     "index_add_": lambda y: y.index_add_(0, torch.tensor([0, 0]), y[2:4].clone()),
-    "unbind": lambda y: y.unbind(1)[0].sub_(4),
-    "diagonal": lambda y: y.diagonal().fill_(-7),
-}
+    "unbind": lambda y: y.unbind(1)[0].sub_(4), "diagonal": lambda y: y.diagonal().fill_(-7),
+}  # fmt: skip
 # a view of another shape is filled; y.unsqueeze(0) and the like are views of views
 VIEWS = """
 y.diagonal() y.T y.mT y.H y.mH y.real y.t() y.adjoint() y.swapdims(0,1) torch.swapaxes(y,0,1) y.ravel() y.flatten()

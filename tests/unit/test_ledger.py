@@ -87,6 +87,14 @@ def test_counts_of_flushed_and_overflowed_values() -> None:
     assert book.rows[0].overflowed == 1  # where the bias is added, a part of the operation
 
 
+def test_counting_leaves_the_statistics_of_a_float64_norm_alone() -> None:
+    norm, twin, x = nn.BatchNorm1d(2).double(), nn.BatchNorm1d(2).double(), torch.eye(2, dtype=torch.float64)
+    with ledger(norm, count=True):
+        norm(x)
+    twin(x)
+    assert torch.equal(norm.running_mean, twin.running_mean)
+
+
 def test_an_emulated_format_counts_its_own_bits() -> None:
     network = auto_mixed_precision(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), "O2", E4M3FN)
     with ledger(network) as book:

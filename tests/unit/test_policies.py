@@ -11,7 +11,7 @@ import pytest
 import torch
 from frameworks import SINGLE, of
 
-from mpkit.formats import FloatFormat
+from mpkit.formats import FP32, FloatFormat
 from mpkit.policies import (
     STOPS,
     ScalePolicy,
@@ -76,6 +76,8 @@ def test_an_empty_run_is_a_run():
         both = run(stack([preset("torch"), preset("apex")]), steps)
         assert both.scale.shape == both.reasons.shape == (len(steps), 2)
         assert (both.raised_at.tolist(), both.raised) == ([-1, -1], ("", ""))
+    with pytest.raises(ValueError, match="must have shape"):
+        run(stack([preset("torch"), preset("apex")]), [[True] * 3])
 
 
 def test_fixed_scales_of_the_frameworks():
@@ -158,30 +160,22 @@ BOUNDED = ScalePolicy(min_scale=2.0, max_scale=64.0)
 FREE, NARROW = ScalePolicy(), ScalePolicy(scale_bits=16)
 
 
-@pytest.mark.parametrize(
-    ("policy", "before", "after", "finite", "word"),
-    [
-        (BOUNDED, 8.0, math.nan, False, "stopped"),
-        (BOUNDED, 64.0, 64.0, True, "at cap"),
-        (BOUNDED, 63.0, 63.0, True, "held"),
-        (FREE, FLOAT32_MAX / 2, FLOAT32_MAX / 2, True, "held"),  # twice that is still a float32
-        (FREE, 2.0**127, 2.0**127, True, "at cap"),
-        (NARROW, 32752.0, 32752.0, True, "held"),
-        (NARROW, 32768.0, 32768.0, True, "at cap"),
-        (BOUNDED, 2.0, 2.0, False, "at floor"),
-        (BOUNDED, 2.5, 2.5, False, "tolerated"),
-        (BOUNDED, math.inf, math.inf, False, "at floor"),
-        (BOUNDED, 8.0, 16.0, True, "grew"),
-        (BOUNDED, 1.0, 2.0, True, "grew"),
-        (BOUNDED, 4.0, 8.0, False, "grew"),  # decided a step before, as a delayed policy does
-        (BOUNDED, 1.0, 2.0, False, "lifted"),
-        (BOUNDED, 2.0, 3.0, False, "lifted"),
-        (BOUNDED, 128.0, 64.0, True, "lowered"),
-        (BOUNDED, 128.0, 32.0, True, "backed off"),
-        (BOUNDED, 128.0, 64.0, False, "backed off"),
-        (BOUNDED, 8.0, 4.0, False, "backed off"),
-    ],
-)
+DECISIONS = [
+    (BOUNDED, 8.0, math.nan, False, "stopped"), (BOUNDED, 64.0, 64.0, True, "at cap"),
+    # twice FLOAT32_MAX / 2 is still a float32
+    (BOUNDED, 63.0, 63.0, True, "held"), (FREE, FLOAT32_MAX / 2, FLOAT32_MAX / 2, True, "held"),
+    (FREE, 2.0**127, 2.0**127, True, "at cap"), (NARROW, 32752.0, 32752.0, True, "held"),
+    (NARROW, 32768.0, 32768.0, True, "at cap"), (BOUNDED, 2.0, 2.0, False, "at floor"),
+    (BOUNDED, 2.5, 2.5, False, "tolerated"), (BOUNDED, math.inf, math.inf, False, "at floor"),
+    # growth at an overflow was decided a step before, as a delayed policy does
+    (BOUNDED, 8.0, 16.0, True, "grew"), (BOUNDED, 1.0, 2.0, True, "grew"), (BOUNDED, 4.0, 8.0, False, "grew"),
+    (BOUNDED, 1.0, 2.0, False, "lifted"), (BOUNDED, 2.0, 3.0, False, "lifted"),
+    (BOUNDED, 128.0, 64.0, True, "lowered"), (BOUNDED, 128.0, 32.0, True, "backed off"),
+    (BOUNDED, 128.0, 64.0, False, "backed off"), (BOUNDED, 8.0, 4.0, False, "backed off"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "before", "after", "finite", "word"), DECISIONS)
 def test_every_decision_has_its_word(policy: ScalePolicy, before: float, after: float, finite: bool, word: str) -> None:
     assert explain(policy, [before], [after], [finite]).tolist() == [word]
 
@@ -424,6 +418,7 @@ TINY = {
     "far apart": tensor_scale_preset("te_current", FloatFormat("e2m1i", 2, 1), power_of_two=True),
     "no float32": TensorScalePolicy(element_max=1.9, unfused=True),
     "beyond": TensorScalePolicy(element_max=3e38, margin=-126),
+    "widest": tensor_scale_preset("te_current", FP32),
 }
 
 

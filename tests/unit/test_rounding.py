@@ -46,12 +46,9 @@ def test_out_may_overlap_x(fmt):
 
 
 GFLOAT_MODES = {
-    "nearest_even": RoundMode.TiesToEven,
-    "nearest_away": RoundMode.TiesToAway,
-    "toward_zero": RoundMode.TowardZero,
-    "up": RoundMode.TowardPositive,
-    "down": RoundMode.TowardNegative,
-}
+    "nearest_even": RoundMode.TiesToEven, "nearest_away": RoundMode.TiesToAway, "toward_zero": RoundMode.TowardZero,
+    "up": RoundMode.TowardPositive, "down": RoundMode.TowardNegative,
+}  # fmt: skip
 LAYOUTS = [*((8, p) for p in range(1, 8)), (8, 8), (3, 1), (3, 2), (4, 2), (5, 5), (6, 3), (11, 4), (15, 9)]
 
 

@@ -170,6 +170,7 @@ POLICIES = st.builds(
 @example(ScalePolicy(init_scale=1.0, growth_factor=0.5, growth_interval=1, min_scale=1.0), [True] * 5)
 @example(ScalePolicy(init_scale=2.0**24, backoff_factor=1.0, backoff_divisor=0.5, max_scale=2.0**24), [False] * 5)
 @example(ScalePolicy(backoff_factor=1.0, backoff_divisor=4.0), [False] * 5)
+@example(ScalePolicy(init_scale=2.0**-125, hold_at_overflow=True, flush_subnormal=True), [False] * 5)
 @tries(3)
 def test_one_kernel_or_twenty_a_scaler_follows_the_rule(policy, flags):
     """A third of these policies are simple enough for torch's own kernel; all must do what Python numbers do."""
@@ -183,14 +184,11 @@ def test_one_kernel_or_twenty_a_scaler_follows_the_rule(policy, flags):
 
 
 SCALERS = {
-    "static": StaticLossScaler(64.0),
-    "dynamic": DynamicLossScaler(1000, 3, 4),
-    "fixed manager": FixedLossScaleManager(64.0),
-    "manager": DynamicLossScaleManager(1000.0, 3, 4),
-    "fixed cell": FixedLossScaleUpdateCell(64.0),
-    "cell": DynamicLossScaleUpdateCell(1000.0, 3, 4),
+    "static": StaticLossScaler(64.0), "dynamic": DynamicLossScaler(1000, 3, 4),
+    "fixed manager": FixedLossScaleManager(64.0), "manager": DynamicLossScaleManager(1000.0, 3, 4),
+    "fixed cell": FixedLossScaleUpdateCell(64.0), "cell": DynamicLossScaleUpdateCell(1000.0, 3, 4),
     "policy": PolicyLossScaler(preset("deepspeed", init_scale=1000.0)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCALERS)
@@ -439,3 +437,11 @@ def test_an_amax_is_one_number():
     assert scaler.amax.shape == ()
     with pytest.raises(TypeError, match="amax must be a tensor of one number"):
         scaler.observe_(2.0)
+
+
+def test_a_scaler_shares_no_tensor_with_what_it_was_given():
+    scaler = TensorScaler(tensor_scale_preset("te_delayed", amax_history_len=2))
+    scaler.load_state_dict(state := scaler.state_dict())
+    want = float(scaler.scale)
+    state["scale"].fill_(7.0)
+    assert float(scaler.scale) == want != 7.0

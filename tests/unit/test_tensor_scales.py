@@ -77,6 +77,8 @@ def test_replay_is_the_rule_step_by_step_bit_for_bit(kind):
 def test_a_current_scale_is_the_largest_that_fits(name):
     """In exact fractions: 448 / amax rounded once to float32; the largest power of two not above that."""
     policy = TENSOR_SCALE_PRESETS[name]
+    assert policy.power_of_two == (name in ("torchao_rowwise", "te_blockwise"))
+    assert policy.double == name.startswith("torchao")
     for amax in (1.0, 448.0, 449.0, 0.3, 1e-3, 2.0**-20 * 1.1, 1e30):
         amax = float(np.float32(amax))
         got = advance(policy, initial_tensor_scale(policy), amax).scale
