@@ -571,7 +571,7 @@ function render({ model, el }) {
 		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": both ? v[0] : v, "aria-valuetext": read });
 	}
 	function move(h, v) {
-		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + round((u - lo) / step) * step).toPrecision(9), lo, hi);
+		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + round((u - lo) / step) * step).toPrecision(12), lo, hi);
 		const to = many(v) ? v.map(snap) : snap(v);
 		if (String(to) === String(h.value)) return;
 		place(h, to);
