@@ -27,21 +27,15 @@ def mean_taken(g: Tensor) -> Tensor:
     return torch.stack([row - row.sum() / row.numel() for row in g]) if g.ndim > 1 else g
 
 
-@pytest.mark.parametrize(
-    ("owner", "expected"),
-    [
-        (nn.Linear(3, 2), [True, False]),
-        (nn.Conv2d(4, 4, 3), [True, False]),
-        (nn.Conv2d(4, 4, 3, groups=2), [False, False]),
-        (nn.Conv1d(4, 4, 3, groups=4), [False, False]),
-        (nn.BatchNorm2d(4), [False, False]),
-        (nn.LayerNorm((2, 2)), [False, False]),
-        (nn.GroupNorm(2, 4), [False, False]),
-        (NormalizedLinear(3, 2, bias=True), [False, False, False]),
-        (nn.Embedding(3, 2), [True]),
-    ],
-    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
-)
+OWNERS = [
+    (nn.Linear(3, 2), [True, False]), (nn.Conv2d(4, 4, 3), [True, False]), (nn.Embedding(3, 2), [True]),
+    (nn.Conv2d(4, 4, 3, groups=2), [False, False]), (nn.Conv1d(4, 4, 3, groups=4), [False, False]),
+    (nn.BatchNorm2d(4), [False, False]), (nn.LayerNorm((2, 2)), [False, False]), (nn.GroupNorm(2, 4), [False, False]),
+    (NormalizedLinear(3, 2, bias=True), [False, False, False]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "expected"), OWNERS, ids=lambda v: type(v).__name__ * isinstance(v, nn.Module))
 def test_who_is_centralized(owner: nn.Module, expected: list[bool]) -> None:
     assert [is_centralized(owner, p) for p in owner.parameters()] == expected
 

@@ -144,6 +144,7 @@ def _everything() -> dict:
 
 BOOST = {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": {"freeze_p": 0.4, "total_steps": 100}}
 GRID = {"grid": {"lr": [0.1, 0.2], "level": ["O0", "O2"]}, "fixed": {"epochs": 1}, "seeds": 3, "baseline": {"lr": 0.1}}
+SNAPSHOT, IMAGES = lambda folder: WeightSnapshots(network(), folder).save(10), "t10k-images-idx3-ubyte.gz"
 Settings = functools.partial(Kind, refused=(ValueError, OSError, TypeError), text=True)
 """JSON that somebody wrote; a command says what was refused in a sentence."""
 KINDS = {
@@ -151,23 +152,14 @@ KINDS = {
     "amaxes": Kind(_saved("a.npz", AmaxTrace(("a", "b"), np.ones((9, 2), np.float32)).save), AmaxTrace.load),
     "components": Kind(_saved("pca.npy", lambda p: np.save(p, ROWS)), _components),
     "rows of a rank": Kind(_rows, lambda p: read_pca_rows(p.with_name("pca.npy"), 0, timeout=1)),
-    "snapshot": Kind(
-        lambda folder: WeightSnapshots(network(), folder).save(10),
-        lambda p: read_snapshots(p.parent, network()),
-        torch=True,
-    ),
+    "snapshot": Kind(SNAPSHOT, lambda p: read_snapshots(p.parent, network()), torch=True),
     "checkpoint": Kind(_saved("c.ckpt", MODEL.save), MODEL.load, torch=True, state=_everything),
-    "idx": Kind(
-        _saved("t10k-images-idx3-ubyte.gz", lambda p: small_mnist(p.parent)),
-        lambda p: data.mnist(p.parent, split="test"),
-    ),
+    "idx": Kind(_saved(IMAGES, lambda p: small_mnist(p.parent)), lambda p: data.mnist(p.parent, split="test")),
     "boost": Settings(_saved("boost.json", lambda p: p.write_text(json.dumps(BOOST))), lambda p: AutoBoost("O0", p)),
     "grid": Settings(_saved("grid.json", lambda p: p.write_text(json.dumps(GRID))), _planned),
     "finished cell": Kind(lambda folder: _store(folder, "npz"), _results),
     "index of a store": Kind(lambda folder: _store(folder, "experiment.json"), _results, text=True),
-    "store in a zip": Kind(
-        lambda folder: _saved("s.zip", Results.load(_store(folder, "npz").parent).save)(folder), _results
-    ),
+    "store in a zip": Kind(lambda f: _saved("s.zip", Results.load(_store(f, "npz").parent).save)(f), _results),
 }
 
 
