@@ -234,6 +234,7 @@ def test_errors_say_what_was_needed(call, error, message):
 def test_shapes_and_empty_tensors():
     x = torch.tensor([[1.0, -0.0], [2.0, 4.0]])
     assert FP16.encode(x.t()).tolist() == [[0x3C00, 0x4000], [0x8000, 0x4400]]
+    assert [fmt.encode(math.nan) for fmt in (FP16, BF16, E5M2)] == [0x7E00, 0x7FC0, 0x7E]  # the quiet one
     assert FP16.encode(torch.empty(0, 3)).shape == FP16.decode(torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
     assert FP16.encode(1).shape == ()
     assert [get_format(name).encode(-0.0) for name in ("e4m3fnuz", "binary8p3u")] == [0, 0]  # there is one zero

@@ -129,7 +129,7 @@ def test_small_updates_arrive():
     assert (drifted("kahan", 500) + 0.05).abs().max() < 2.0**-8 + 500 * 2.0**-17  # half a gap of w, and of c each step
     one = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     kahan = BFloat16Weights(torch.optim.SGD([one], lr=2.0**-8), "kahan")
-    for after in (1, 1 + 2.0**-7):  # half a gap above 1 is lost as a tie and kept, then it is a whole one
+    for after in (1, 1 + 2.0**-7, 1 + 2.0**-6):  # half a gap is lost in a tie to even, and kept; then it is a whole one
         one.grad = -torch.ones_like(one)
         kahan.step()
         assert one.item() == after
