@@ -168,7 +168,7 @@ def _nearest_even(dtype: torch.dtype, fmt: FloatFormat, overflow: Overflow) -> K
     native = {torch.float32: (torch.float16, torch.bfloat16, torch.float32), torch.float64: (torch.float32,)}[dtype]
     if fmt.torch_dtype in native:
         return _native_kernel(fmt, fmt.torch_dtype, overflow)
-    if dtype != torch.float32 or not fmt.signed or not (fmt.specials == "ieee" or overflow != "inf"):
+    if dtype != torch.float32 or not fmt.signed:
         return None
     if fmt.specials == "ieee" and (fmt.min_exponent, fmt.max_exponent) == (-126, 127) and fmt.fraction_bits < 23:
         return _integer_kernel(fmt, overflow)
