@@ -132,7 +132,7 @@ def levels(see: Sheet, network="MLP", level="O2", fmt="fp16", kept=0, exponent=0
     seen, plain = walk(network, level, fmt, kept, exponent), walk(network, "O0", fmt, 0, exponent)
     see.grid(444, 960, rows=(1, 3), least=680)
     _operations(see, seen.steps, fmt)
-    _errors(see, seen, plain, fmt)
+    _errors(see, seen, plain)
     low = sum(step.compute != "float32" for step in seen.steps)
     flushed, over = (sum(getattr(s, name) or 0 for s in seen.steps) for name in ("flushed", "overflowed"))
     moved = f", layer {seen.layers[kept - 1]} in float32" if kept else ""
@@ -163,7 +163,7 @@ def _operations(see: Sheet, steps: tuple[Operation, ...], fmt: str) -> None:
     above.text(words, np.arange(n), [0.14] * n, color="muted")
 
 
-def _errors(see: Sheet, seen: Walk, plain: Walk, fmt: str) -> None:
+def _errors(see: Sheet, seen: Walk, plain: Walk) -> None:
     """Below: error against float64, and lost values."""
     steps = seen.steps
     x = names([_label(step) for step in steps], bare=False, slant=40) | {"lo": -0.6, "hi": len(steps) - 0.4}
@@ -172,7 +172,7 @@ def _errors(see: Sheet, seen: Walk, plain: Walk, fmt: str) -> None:
     below = see.panel(1, title="how far each result is from float64", x=x, y=y)
     own, wide = (exponents(w.errors, LOWEST, HIGHEST) for w in (seen, plain))
     below.line(wide, color="reference", dash="--", glyph="s", size=3, label="float32 (O0)")
-    below.line(own, color="own", glyph="o", label=f"{fmt}, at the level", ghost=True)
+    below.line(own, color="own", glyph="o", label="at the level", ghost=True)
     lost = ("flushed to zero", "zero", "v", LOWEST + 1.5), ("overflowed", "overflow", "x", HIGHEST - 2.4)
     for label, color, glyph, height in lost:  # the first word names the column of the ledger
         if found := {i: n for i, s in enumerate(steps) if (n := getattr(s, label.split()[0]))}:

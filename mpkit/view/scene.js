@@ -340,7 +340,7 @@ function render({ model, el }) {
 	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set();
 	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if
 	// it has the same `id`: a parameter, a stroke; NaN, a press, equals nothing.
-	const ask = (what, id = Object.keys(what)[0]) => { settle(); queue({ what, id }); };
+	const ask = (what, id = Object.keys(what)[0]) => { unsay(); settle(); queue({ what, id }); };
 	const mark = () => { root.ariaBusy = !!(away || waiting.length || rest || timer); }; // the picture may be older
 	function queue(question) {
 		if (gone) return say(GONE), back();
@@ -371,6 +371,7 @@ function render({ model, el }) {
 
 	function heard(tells) { try { tells(); } catch { lost(); } } // a page learns that a kernel was ended where it asks it
 	function say(text) { word.textContent = text ?? ""; }
+	function unsay() { if (![GONE, LATE].includes(word.textContent)) say(get("message")); } // a refused step
 	function lost() {
 		[gone, away, waiting, owed, late, rest] = [true, null, [], null, clearTimeout(late), clearTimeout(rest)];
 		for (const part of [form, presses, tries]) part.inert = true;
@@ -500,16 +501,15 @@ function render({ model, el }) {
 	}
 
 	// ---- play: the kernel hears of the step where it stops
-	function go(to) { pause(); show(clamp(to, 0, spec.index.count - 1)); tell(); }
+	function go(to) { unsay(); pause(); show(clamp(to, 0, spec.index.count - 1)); tell(); }
 	const button = press(player, "Play", () => (frame ? pause() : play()));
 	const fast = press(player, "10×", () => { fast.ariaPressed = fast.ariaPressed !== "true"; if (frame) { cancelAnimationFrame(frame); play(); } });
 	const slider = html(player, "input", { type: "range" }), output = html(player, "label"), typed = html(output, "input", { type: "number" });
 	set(fast, { "aria-label": "10× as fast", "aria-pressed": "false" });
 	on(slider, "input", () => go(+slider.value));
 	on(typed, "change", () => {
-		const good = typed.value && typed.checkValidity();
-		if (!gone) say(good ? get("message") : `This is a whole number from ${typed.min} to ${typed.max}.`);
-		if (good) go(typed.value - spec.index.first); else show(pos);
+		if (typed.value && typed.checkValidity()) return go(typed.value - spec.index.first);
+		show(pos); if (!gone) say(`This is a whole number from ${typed.min} to ${typed.max}.`);
 	});
 	function keepPlayer() {
 		const { label = "", first = 0, count = 1 } = spec.index ?? {};
@@ -532,7 +532,7 @@ function render({ model, el }) {
 			show(calm() ? Math.floor(to) : to);
 			if (to >= last) pause();
 		};
-		button.textContent = "Pause";
+		button.textContent = "Pause"; unsay();
 		frame = requestAnimationFrame(tick);
 	}
 
@@ -565,7 +565,7 @@ function render({ model, el }) {
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
 		const long = 12 + 7 * note.textContent.length, stem = m.stem && across, before = stem ? x - long > p.left : x + long > p.right || !(free || across);
-		const on = m.stem && !across ? (before ? -18 : -2) : free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
+		const on = m.stem && !across ? (before ? -18 : -2) : free && !across ? -9 : free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
 		set(note, { x: x + (before ? -12 : 12), y: y + (stem && !before ? -11 : on), "text-anchor": before ? "end" : "start" });
 		const read = both ? [...v].map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
 		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": both ? v[0] : v, "aria-valuetext": read });

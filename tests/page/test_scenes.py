@@ -82,8 +82,14 @@ def test_a_view_fits_a_screen_of_720_pixels_with_its_buttons_and_its_sentence(ev
 
 def test_a_picture_wider_than_the_screen_shows_its_ring_while_it_plays(every, opened):
     tab, _ = opened(["05_training_step: phases(), Reset"], "JupyterLab, light", 390)
-    tab.locator(".mpk-player input[type=number]").fill("6")
-    tab.locator(".mpk-player input[type=number]").press("Enter")
+    typed, word = tab.locator(".mpk-player input[type=number]"), tab.locator(".mpk-status b")
+    typed.fill("-3")
+    typed.press("Enter")
+    assert word.inner_text()
+    tab.get_by_role("button", name="Reset").click()
+    assert not word.inner_text()
+    typed.fill("6")
+    typed.press("Enter")
     ring, stage = (tab.locator(name).bounding_box() for name in (".now", ".mpk-stage"))
     assert 0 <= ring["x"] - stage["x"] <= stage["width"] - ring["width"]
 

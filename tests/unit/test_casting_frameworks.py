@@ -21,7 +21,7 @@ from mpkit.formats import FP16
 
 A = torch.rand(4, 4)
 IMAGE = torch.rand(1, 2, 6, 6)
-CLASSES = torch.tensor([0, 1, 2, 3])
+CLASSES, PLACES = torch.tensor([0, 1, 2, 3]), torch.zeros(1, 6, 6, dtype=torch.long)
 
 # what is on no list of one name, or was once wrong; the lists themselves are added below
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -38,10 +38,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "the kernel of a resampling": (lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [3, 3], False), (IMAGE,)),
     "the kernel of another": (lambda x: torch._C._nn.upsample_nearest2d(x, [3, 3]), (IMAGE,)),
     "the kernel of a norm": (lambda x: torch.frobenius_norm(x, 1), (A,)),
-    "a loss's kernel": (
-        lambda x: torch._C._nn.nll_loss2d(x, x.new_zeros(1, 6, 6).long(), None, 1, -100),
-        (IMAGE,),
-    ),
+    "a loss's kernel": (lambda x: torch._C._nn.nll_loss2d(x, PLACES.to(x.device), None, 1, -100), (IMAGE,)),
     "the kernel of a grid": (lambda x, y: torch.grid_sampler(x, y, 0, 0, False), (IMAGE, torch.rand(1, 3, 3, 2))),
     "the kernel of a convolution": (
         lambda x, w: torch.convolution(x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
