@@ -128,10 +128,10 @@ def dynamics(
     main = _main(see, used, top, low, high, ring, finite, {"decision": reasons, "largest gradient": layers})
     main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     note = f"window {window}{': further left' * (window > 60)}"
-    grip: dict[str, Any] = {"slope": -1, "cross": low + 3 + 2 * (abs(floor - low - 3) < 2), "stem": True, "note": note}
-    main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **grip)
-    grip = {"base": used, "log2": True, "stem": True, "cross": 7, "step": 0.25, "note": f"×\u202f{factor:.4g}"}
-    main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", **grip)
+    lane = low + (4.4 if floor < low else 3 + 2 * (floor < low + 5))  # off the floor's name
+    main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", cross=lane, slope=-1, stem=True, note=note)
+    look: dict[str, Any] = {"log2": True, "stem": True, "step": 0.25, "note": f"×\u202f{factor:.4g}"}
+    main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", base=used, cross=7, **look)
     note = f"floor {power_of_two(floor)}{', below' * (floor < low)}"
     main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=note)
     gradients(see, (0, 1), trace, scale)
