@@ -190,6 +190,7 @@ def test_a_sweep_tells_the_settings_that_differ_and_the_length_of_a_history():
     frame = sweep_tensor_scales({"a": [1.0], "b": [2.0]}, history_len=[2], margin=(0, 1), algorithm=["max"])
     told = ["tensor", "history_len", "margin", "policy", "clipped", "first", "worst", "unused_bits"]
     assert ([*frame], frame["tensor"].tolist()) == (told, ["a", "a", "b", "b"])
+    assert len(sweep_tensor_scales([1.0], history_len=[2, 4])) == 3  # the most recent needs no second length
 
 
 @pytest.mark.parametrize(
