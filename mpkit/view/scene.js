@@ -375,8 +375,7 @@ function render({ model, el }) {
 	function lost() {
 		[gone, away, waiting, owed, late, rest] = [true, null, [], null, clearTimeout(late), clearTimeout(rest)];
 		for (const part of [form, presses, tries]) part.inert = true;
-		say(GONE);
-		back();
+		queue(); // says so
 	}
 
 	// ---- pictures of other values: wished for near a handle, so a drag asks nothing; not if closed
@@ -484,12 +483,13 @@ function render({ model, el }) {
 		const where = ({ m }) => (m.name === spec.index?.name ? shown : m.axis === "xy" ? m.at : at(m.at, index));
 		for (const [name, h] of handles) if (drag?.name !== name && !h.sent) place(h, where(h));
 		if (tip.dataset.x) hover(panels[tip.dataset.panel], +tip.dataset.x, +tip.dataset.y);
+		if (!stage.classList.contains("wide")) return;
 		// where no ring can be seen any more the picture is moved; while one is dragged, no further than it
-		const wide = stage.classList.contains("wide"), { left, right } = stage.getBoundingClientRect(), from = drag?.name ? handles.get(drag.name).g : stage;
-		const boxes = (wide ? [...from.querySelectorAll("circle:not(.ring), .now")] : []).map((n) => n.getBoundingClientRect()).filter((box) => box.width);
+		const { left, right } = stage.getBoundingClientRect(), from = drag?.name ? handles.get(drag.name).g : stage;
+		const boxes = [...from.querySelectorAll("circle:not(.ring), .now")].map((n) => n.getBoundingClientRect()).filter((box) => box.width);
 		const off = boxes.length || !spec.index ? boxes.map((box) => max(0, box.right + 8 - right) - max(0, left + 8 - box.left))
 			: [(stage.scrollWidth * (index + 1)) / spec.index.count - stage.scrollLeft - seen]; // a step without a ring
-		if (wide && off[0] && off.every(Boolean)) stage.scrollLeft += off[0] + (drag ? 0 : (Math.sign(off[0]) * seen) / 3);
+		if (off[0] && off.every(Boolean)) stage.scrollLeft += off[0] + (drag ? 0 : (Math.sign(off[0]) * seen) / 3);
 	}
 	function drawLegend() {
 		legend.replaceChildren();
@@ -686,7 +686,7 @@ function render({ model, el }) {
 			const line = of("for", c.name), [, input, box] = line.children, v = values[c.name];
 			line.hidden = idle.includes(c.name);
 			if (c.kind === "checkbox") input.checked = v;
-			else if (c.kind !== "range") { if (c.kind === "choice" || (typing !== input && !get("message"))) input.value = v; } else {
+			else if (c.kind !== "range") { if (c.kind === "choice" || (typing !== input && !(input.value && get("message")))) input.value = v; } else {
 				if (document.activeElement !== box) box.value = +(+v).toPrecision(9);
 				Object.assign(input, { hidden: handles.has(c.name), ariaValueText: v });
 				input.value = c.grid.reduce((best, g, k) => (abs(g - v) < abs(c.grid[best] - v) ? k : best), 0);
