@@ -22,6 +22,7 @@ from mpkit.optimizers.saved import check_state
 from mpkit.optimizers.wrapper import Wrapper
 from mpkit.step import Hook, StepContext, TrainOneStepCell
 from mpkit.step.distributed import mean_
+from mpkit.step.engine import uncompiled
 from mpkit.step.phases import gradients_of, skips_on_device
 from mpkit.step.update import Update, Wrapped
 
@@ -64,6 +65,8 @@ class FreezeOpt(Wrapper):
         faithful: bool = False,
     ) -> None:
         super().__init__(opt)
+        # what torch.compile reads it compiles for, and the place in a strategy would be a graph for each place
+        uncompiled(FreezeOpt, "apply")
         if train_parameter_groups is None and train_strategy is not None:
             raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
         self._held = parameters_of(opt)  # what is added later is in no group, and trained on every step
@@ -115,8 +118,6 @@ class FreezeOpt(Wrapper):
         """The update of a step that freezes."""
         return Freeze(update, self)
 
-    # what torch.compile reads it compiles for, and the place in a strategy would be a graph for each place
-    @partial(torch.compiler.disable, recursive=False)
     def apply(self) -> None:
         """Update the parameters of this step's group and go on to the next index; others keep weight and state."""
         self.step_group(self.index)

@@ -264,7 +264,9 @@ def known(fmt: FloatFormat, grad_fmt: FloatFormat) -> Emulated:
     native = fmt.torch_dtype if fmt.bits == 16 and grad_fmt == fmt else None
     kind: Any = type(f"Low_{fmt.name}", (Low,), {"native": native, "__slots__": ()})
     target = kind.target = Emulated(fmt, grad_fmt, kind)
-    _TO[target] = torch.compiler.allow_in_graph(lambda x: _narrowed(x, target))
+    cast = _TO[target] = lambda x: _narrowed(x, target)
+    for differentiable in (cast, _widened, _take):  # not at import: to tell the compiler costs a second
+        torch.compiler.allow_in_graph(differentiable)
     return target
 
 
@@ -280,8 +282,14 @@ def _restored(target: Emulated, values: Tensor) -> Low:
     return target.kind(values)
 
 
-_widened = torch.compiler.allow_in_graph(lambda x: _Widen.apply(x))
-_take = torch.compiler.allow_in_graph(lambda x: _Take.apply(x) if isinstance(x, Low) and x.requires_grad else x)
+def _widened(x: Low) -> Tensor:
+    return _Widen.apply(x)
+
+
+def _take(x: Any) -> Any:
+    return _Take.apply(x) if isinstance(x, Low) and x.requires_grad else x
+
+
 # torch reads the arguments of these faster than those of `x.to(dtype)`; formats come in as they become known
 _TO: dict[Target, Callable[[Tensor], Tensor]] = {
     **{torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half},

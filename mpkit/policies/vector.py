@@ -63,7 +63,8 @@ class Vector(Checked):
     @property
     def shape(self) -> torch.Size:
         """() for one policy, (n,) for a vector of n."""
-        return torch.broadcast_shapes(*(value.shape for value in self.tensors().values()))
+        # torch.broadcast_shapes would import sympy, which takes half a second
+        return torch.broadcast_tensors(torch.empty(()), *self.tensors().values())[0].shape
 
     def to(self, device: torch.device | str) -> Self:
         """The same vector of policies with its numbers on `device`; a single policy has nothing to move."""
