@@ -265,8 +265,7 @@ def known(fmt: FloatFormat, grad_fmt: FloatFormat) -> Emulated:
     kind: Any = type(f"Low_{fmt.name}", (Low,), {"native": native, "__slots__": ()})
     target = kind.target = Emulated(fmt, grad_fmt, kind)
     cast = _TO[target] = lambda x: _narrowed(x, target)
-    for differentiable in (cast, _widened, _take):  # not at import: to tell the compiler costs a second
-        torch.compiler.allow_in_graph(differentiable)
+    torch.compiler.allow_in_graph((cast, _widened, _take))  # not at import: it imports the compiler, a second
     return target
 
 

@@ -101,14 +101,10 @@ def prediction(
     """
     topic, _, name = told.partition(".")
     said, count = words(topic)["draw"][name], len(truth) - first
-    guess = np.full(count, float(start))
-
-    def line(values: Sequence[float]) -> np.ndarray:
-        x = np.arange(first, len(truth))
-        return np.take(values, np.searchsorted(at, x, "right") - 1) if stairs else np.interp(x, at, values)
-
+    guess, places = np.full(count, float(start)), np.array(at) - first
     if typed.strip():
-        guess = line(_typed(typed, len(at), *ends, said["typed"]))
+        x, values = np.arange(count), _typed(typed, len(at), *ends, said["typed"])
+        guess = np.take(values, places.searchsorted(x, "right") - 1) if stairs else np.interp(x, places, values)
     own = drawn.keys() - range(first)  # what is known is no prediction
     for point in own:
         guess[point - first] = drawn[point]
@@ -129,7 +125,8 @@ def prediction(
         return first
     panel.line(mine, **look)
     see.idle |= {"typed"}
-    far, picture = min((float(np.abs(guess - line(wrong)).mean()), tells) for wrong, tells in said["wrong"])
+    mean = np.add.reduceat(guess, places) / np.diff([*places, count]) if stairs else guess[places]
+    far, picture = min((float(np.abs(mean - wrong).mean()), tells) for wrong, tells in said["wrong"])
     picture = said["right"] if right else picture if far < 0.025 * (ends[1] - ends[0]) else said["other"]
     head = f"At {{near}} of {{count}} points your line is within {said['near']}."
     see.say(f"{head} {{picture}} What happened: {said['happened']}.", count=count, picture=picture, **numbers)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from mpkit.lessons.dynamic_scale import draw
+from mpkit.lessons.dynamic_scale import draw, recorded
 from mpkit.lessons.formats import gaps
 from mpkit.lessons.rounding import totals
 from mpkit.view.words import words
@@ -49,3 +49,8 @@ def test_a_line_is_judged_after_it_was_drawn(name):
     for wrong in ("1 2", f"{ends[1] + 1} " * len(wild), "nine " * len(wild)):
         with pytest.raises(ValueError, match=re.escape(said["typed"])):
             maker(typed=wrong)
+
+
+def test_who_draws_the_ceiling_is_told_so():
+    ceiling = np.log2(recorded("gpt_sums")[1][40:100]).tolist()
+    assert "followed the ceiling" in shown(draw(drawn=dict(enumerate(ceiling, 40))))
