@@ -105,8 +105,8 @@ def decay(see: Sheet, parameter=NAMES[0], place=PLACES[0], size=0.1, rate=0.01, 
     """
     curves = decay_curves(size, rate, amount, parameter, place)
     probe = decay_curves(0.0, 0.1, 0.5, parameter, place)["SGD"][-1]  # only decay can move it
-    reach = "weight decay reaches it" if probe < 1 else "weight decay does not reach it"
-    reach = "it is not trained" if place == PLACES[3] else reach
+    does = "does not reach" if probe >= 1 else "reaches" if amount * rate else "would reach"
+    reach = "it is not trained" if place == PLACES[3] else f"weight decay {does} it"
     see.grid(380)
     x, y = linear("step", -0.02 * STEPS, STEPS, 8), linear("weight", -0.2, 1.4, 8)
     panel = see.panel(title=f"{parameter}, {place}: {reach}", x=x, y=y)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpkit.policies import FRAMEWORKS, ScalePolicy, naive_loss_ratio, own_names, preset, stack
 from mpkit.replay import Simulation, simulate
-from mpkit.view import Choice, Panel, Range, Sheet, exponent, exponents, fitted, linear, log2, view
+from mpkit.view import Choice, Panel, Range, Sheet, counted, exponent, exponents, fitted, linear, log2, view
 
 STEPS = 200
 _AT = np.arange(STEPS)
@@ -59,14 +59,15 @@ def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16, besi
     see.idle = set() if together else {"start"}
     _every_rule(see, beside, scales, bad, ceiling, done)
 
-    counts = np.cumsum(bad, axis=0)
+    fewest, most = (end(np.cumsum(bad, axis=0), axis=1).tolist() for end in (np.min, np.max))
     stops = [ZOO[i] for i in np.flatnonzero(done.raised_at >= 0)]
     raised = f" Rules that raise an error and stop: {', '.join(stops)}." if stops else ""
     own = "start at their own defaults (jmp and two of MindSpore's, which have none, at 2^16)"
     see.say(
         f"{len(ZOO)} rules {f'start at 2^{start}' if together else own}, with a growth interval of {interval} steps. "
-        f"{happens} In the {{count}} steps shown the rules have skipped from {{least}} to {{most}}.{raised}",
-        count=np.arange(STEPS) + 1, least=counts.min(1), most=counts.max(1), scales=scales, ceiling=ceiling,
+        f"{happens} Up to step {{at}} the rules have skipped {{from_to}}.{raised}",
+        at=np.arange(STEPS), scales=scales, ceiling=ceiling,
+        from_to=[f"{a} to {b} steps" if a < b else counted(b, "step") for a, b in zip(fewest, most)],
         skipped=done.skipped, lowest=lowest, final=done.final, raised_at=done.raised_at,
     )  # fmt: skip
     ends = [f"stops at step {at}" if at >= 0 else exponent(end) for at, end in zip(done.raised_at, done.final)]

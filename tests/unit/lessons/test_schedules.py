@@ -48,7 +48,8 @@ def test_which_weights_decay_reaches():
         moved = view.numbers["curves"]["SGD"][-1] < 0.99
         assert moved == (reached and rate > 0 and amount > 0)
         assert ("it is not trained" in view.sentence) == (place == PLACES[3])
-        assert ("decay reaches it" in view.sentence) == reached
+        assert ("decay reaches it" in view.sentence) == moved
+        assert ("would reach" in view.sentence) == (reached and not moved)
 
 
 def test_what_the_lesson_says_of_three_kinds_of_decay():
