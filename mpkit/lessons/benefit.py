@@ -145,7 +145,7 @@ def roofline(see: Sheet, card="A100 40GB", rows=8192, width=1024) -> None:
     times = {form: t for form in SIZES if (t := seconds(card, form, rows, width, width))}
     see.grid(380, 900)
     x, y = log2("operations for a byte moved", -2, 14, 2), log2("TFLOP/s", -4, 12, 2)
-    panel = see.panel(title=f"{card}: what its data sheet allows", x=x, y=y)
+    panel = see.panel(title=f"{card}: what its data sheet allows; a disc is this layer", x=x, y=y)
     place = np.linspace(-2, 14, 97)
     for (form, time), look in zip(times.items(), LINES):
         roof = np.minimum(np.log2(getattr(there, form)), place + np.log2(there.bandwidth))

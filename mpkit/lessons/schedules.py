@@ -55,7 +55,7 @@ def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False,
     told, columns = _curves(see, see.panel(title="the same numbers, five schedules", x=x, y=y), curves)
     see.say(
         f"Learning rates at step {{at}}, with learning_rate {rate:.3g}, decay_rate {factor:.3g}, decay_steps {span} "
-        f"and power {power:.3g}: {told}.",
+        f"and power {power:.3g}: {told}.{' What leaves the picture above grows on.' * (most > 4 * rate)}",
         curves=curves, **columns,
     )  # fmt: skip
 
