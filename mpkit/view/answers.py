@@ -106,15 +106,14 @@ def same(value: Any, truth: Any, rel: float, strict: bool = False) -> bool:
     if isinstance(truth, str | bool):
         return name(value) == name(truth)
     found = number(value)
-    if found is None:
-        return False
-    return (math.isnan(found) and math.isnan(truth)) or math.isclose(found, truth, rel_tol=rel)
+    both_nan = found is not None and math.isnan(found) and math.isnan(truth)
+    return both_nan or (found is not None and math.isclose(found, truth, rel_tol=rel))
 
 
 def aside(value: object, truth: object, rel: float) -> str:
     """A word on an answer of another kind than is asked for, or on a share in percent without the sign; often none.
 
-    Of verdicts, a list of True and False, it says how many are right.
+    Of verdicts, a list of True and False alone, it says how many are right.
     """
     kinds = {  # of the truth -> does the answer fit, what is asked for
         bool: (name(value) in ("true", "false"), "True or False is"),
@@ -125,8 +124,9 @@ def aside(value: object, truth: object, rel: float) -> str:
     if not fits:
         return f"{asked} asked for, got {value!r:.60}. "
     if isinstance(truth, list) and isinstance(value, list) and truth and len(value) == len(truth):
-        right = sum(same(a, b, rel) for a, b in zip(value, truth))
-        return f"{right} of {len(truth)} are right. " if all(isinstance(part, bool) for part in truth) else ""
+        verdicts = [(aside(a, b, rel), same(a, b, rel)) for a, b in zip(value, truth) if isinstance(b, bool)]
+        right = f"{sum(fits for _, fits in verdicts)} of {len(truth)} are right. " * bool(verdicts)
+        return next((word for word, _ in verdicts if word), right)
     if isinstance(truth, float) and 0 < truth < 1 and same(value, 100 * truth, rel):
         return f"If that is meant in percent, its sign is missing: write '{number(value):g} %' in quotes. "
     return ""

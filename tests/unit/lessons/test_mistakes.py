@@ -46,6 +46,8 @@ def test_a_wrong_list_is_told_how_many_are_right():
     truth = WORDS["question"]["verdicts"]["truth"]
     assert "10 of 11 are right" in quiz.verdict("mistakes", "verdicts", [not truth[0], *truth[1:]])[1]
     assert "8 of 11 are right" in quiz.verdict("mistakes", "verdicts", [False] * 11)[1]
+    for strange in ([int(fits) for fits in truth], ["F"] * 11):  # no count of what is no verdict
+        assert "True or False is asked for" in quiz.verdict("mistakes", "verdicts", strange)[1]
 
 
 def test_a_list_of_another_length_is_told_to_have_eleven():
