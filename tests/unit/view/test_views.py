@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import threading
 from functools import reduce
 from operator import getitem
@@ -99,6 +100,7 @@ def test_what_can_be_pressed_names_parameters_and_both_renderers_get_the_same_sh
 def test_words_have_a_right_answer_and_a_hint_for_each_question():
     for topic in topics():
         found = words(topic)
+        assert not re.search(r"\*\w[\w ]*\*", str(found)), "what is printed is no Markdown"
         for prediction in found.get("predict", {}).values():
             assert prediction["right"] in "abcdefgh"[: len(prediction["choices"])]
         for question in found.get("question", {}).values():
