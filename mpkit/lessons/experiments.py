@@ -53,7 +53,7 @@ def chosen(left_out: list[int]) -> dict[str, dict[str, Any]]:
     """The cells that are ticked. Raises ValueError without float32 or without another one."""
     cells = {name: cell for i, (name, cell) in enumerate(CELLS.items()) if i not in left_out}
     if "float32" not in cells or len(cells) < 2:
-        raise ValueError("choose float32, with which the others are compared, and at least one other cell")
+        raise ValueError("choose float32, with which the others are compared, and at least one other setting")
     return cells
 
 
@@ -101,7 +101,8 @@ def own_experiment(
     left = len(asked - finished[own_folder() / network])
     press = "Run" if left else "" if made == network and asked <= ended(results) else "Show your runs"
     see.idle = {"recorded_seeds"} if results else set()
-    see.buttons = ({press: running} if press else {}) | ({"Show recorded runs": {"results": None}} if results else {})
+    back = {"Show recorded runs": {"results": None}} if results and not see.busy else {}
+    see.buttons = ({press: running} if press else {}) | back
     values = {name: accuracies(shown, name) if name in cells else {} for name in CELLS}
     ends = {name: shown.interval(name, "accuracy") if runs else (math.nan,) * 3 for name, runs in values.items()}
     see.grid(398)
@@ -115,12 +116,14 @@ def own_experiment(
     if values["float32"]:
         panel.rule("x", ends["float32"][1], "reference", dash=":")
     verdicts = shown.summary("accuracy")["verdict"]
-    found = "; ".join(f"{n} {ends[n][1]:.1f}, {verdicts[n]}" if n in verdicts else f"{n} not yet" for n in cells)
-    say = f"Press Run to train {counted(left, 'network')} ({network}, {len(cells)} settings, {counted(seeds, 'seed')})."
-    say = say if left else f"All runs of {network} are made.{f' Press {press}.' * bool(press)}"
+    found = "; ".join(f"{n} {ends[n][1]:.1f}, {verdicts[n]}" if values[n] else f"{n} not yet" for n in cells)
+    many = counted(left, "network")
+    say = f"Press Run to train {many} ({network}, {len(cells)} settings, {counted(seeds, 'seed')})."
+    say = f"At work, {many} to go. Stop ends after the one that trains." if see.busy else say
+    say = say if left or see.busy else f"All runs of {network} are made.{f' Press {press}.' * bool(press)}"
     see.say(f"{title}. Accuracy in percent: {found}. {say}", results=shown, left=left)
     see.rows = [
-        {"cell": name, "runs": len(values[name])}
+        {"setting": name, "runs": len(values[name])}
         | {f"{k}, %": None if math.isnan(v) else round(v, 1) for k, v in zip(("from", "accuracy", "to"), ends[name])}
         for name in cells
     ]

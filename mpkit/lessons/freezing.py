@@ -1,6 +1,6 @@
 """*Freeze and centralize*: which stages freezing trains, and which BatchNorms go."""
 
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -88,11 +88,8 @@ def blocks_reached(index: int) -> list[str]:
 
 # ---- which BatchNorms go
 NETWORKS: dict[str, Any] = {
-    "ResNet-18": lambda: networks.resnet18(width=4),
-    "ResNet-34": lambda: networks.resnet34(width=4),
-    "ResNet-50": lambda: networks.resnet50(width=4),
-    "MobileNetV2": networks.MobileNetV2,
-    "DenseNet": networks.DenseNet,
+    **{f"ResNet-{n}": partial(getattr(networks, f"resnet{n}"), width=4) for n in (18, 34, 50)},
+    **{"MobileNetV2": networks.MobileNetV2, "DenseNet": networks.DenseNet},
 }
 KEPT, REMOVED = "BatchNorm kept", "BatchNorm removed"
 KINDS = {"convolution": ("reference", "s"), KEPT: ("zero", "o"), REMOVED: ("overflow", "x"), "FC": ("ink", "D")}

@@ -37,16 +37,16 @@ STEPS = 2000
 def added(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> dict[str, np.ndarray]:
     """A weight that starts at 1 and receives `steps` equal updates, in four schemes and exactly.
 
-    "nearest" and "stochastic" round each new weight once, as torch's optimizers do; "kahan" is 16-bit arithmetic, so
+    "nearest" and "stochastic" round each new weight once, from float64; "kahan" is 16-bit arithmetic, so
     it rounds the update first; "master" adds in float32 and rounds only the copy that a network would compute with.
 
     Returns:  (steps + 1,) float64 weights for each scheme and "exact".
     """
-    fmt, generator = get_format(fmt_name), torch.Generator().manual_seed(seed)
+    fmt, generator, one = get_format(fmt_name), torch.Generator().manual_seed(seed), torch.ones(()).double()
     small, every = torch.tensor(update).to(fmt.torch_dtype), [update] * steps
 
     def summed(mode: Mode) -> np.ndarray:
-        sums = accumulate(every, lambda w, x: round_to(w + x, fmt, mode, generator=generator), initial=torch.ones(()))
+        sums = accumulate(every, lambda w, x: round_to(w + x, fmt, mode, generator=generator), initial=one)
         return np.array([w.item() for w in sums])
 
     master = np.cumsum(np.array([1.0, *every], dtype=np.float32), dtype=np.float32)

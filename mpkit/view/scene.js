@@ -572,7 +572,7 @@ function render({ model, el }) {
 	}
 	function move(h, v) {
 		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + round((u - lo) / step) * step).toPrecision(12), lo, hi);
-		const to = many(v) ? v.map(snap) : snap(v);
+		const near = many(v) ? min(1, hi / Math.hypot(...v)) : 1, to = many(v) ? [snap(near * v[0]), max(0, snap(near * v[1]))] : snap(v); // a tip, above its axis
 		if (String(to) === String(h.value)) return;
 		place(h, to);
 		if (name === spec.index?.name) return go(to - spec.index.first);
@@ -584,7 +584,7 @@ function render({ model, el }) {
 	}
 	function polar(m, [x, y]) { // a tip as its length and its angle in degrees, from 0 to 180
 		const size = min(+Math.hypot(x, y).toFixed(1), m.hi);
-		return { [m.name]: size, ...(size && { [m.turns]: round(Math.atan2(Math.abs(y), x) * 180 / Math.PI) }) };
+		return { [m.name]: size, ...(size && { [m.turns]: round(Math.atan2(y, x) * 180 / Math.PI) }) };
 	}
 	function key(e, h) {
 		const { m, value: v } = h, by = KEYS[e.key], end = { Home: m.lo, End: m.hi }[e.key];

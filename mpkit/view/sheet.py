@@ -21,17 +21,11 @@ from numpy.typing import ArrayLike
 from mpkit.view.words import power_of_two
 
 ROLES: dict[str, tuple[str, str]] = {  # on a light and on a dark page; Okabe and Ito 2008, "Color universal design"
-    "ink": ("#1f1f1f", "#ececec"),
-    "paper": ("#ffffff", "#111111"),
-    "grid": ("#e4e4e4", "#383838"),
-    "muted": ("#6e6e6e", "#a0a0a0"),
-    "reference": ("#4d4d4d", "#c4c4c4"),
-    "own": ("#a23b8f", "#e493cf"),
-    "overflow": ("#d55e00", "#ff8a47"),
-    "zero": ("#0072b2", "#4fb0ea"),
-    "subnormal": ("#e69f00", "#e0a526"),
+    "ink": ("#1f1f1f", "#ececec"), "paper": ("#ffffff", "#111111"), "grid": ("#e4e4e4", "#383838"),
+    "muted": ("#6e6e6e", "#a0a0a0"), "reference": ("#4d4d4d", "#c4c4c4"), "own": ("#a23b8f", "#e493cf"),
+    "overflow": ("#d55e00", "#ff8a47"), "zero": ("#0072b2", "#4fb0ea"), "subnormal": ("#e69f00", "#e0a526"),
     "normal": ("#009e73", "#35c79c"),
-}
+}  # fmt: skip
 GLYPHS = ("o", "s", "^", "D", "v")
 _DASHES = {"zero": None, "overflow": "--", "normal": "-.", "own": ":", "ink": "6 2 1 2 1 2"}
 LINES: list[dict[str, Any]] = [{"color": color, "dash": dash} for color, dash in _DASHES.items()]
@@ -278,17 +272,18 @@ class Sheet:
     buttons:  label -> the parameters that it sets, or work: a generator function that is called with `now`, which
               gives the parameters as they are at any time, and yields the parameters that change as it goes
               ({"progress": share} among them). It runs in the background.
+    busy:     whether such work goes on.
     idle:     names of controls that change nothing as the others stand; they are hidden.
     rows:     the table for screen readers, one dict per row; None makes it of the labelled marks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, busy: bool = False) -> None:
         self.panels: list[Panel] = []
         self.step: dict[str, Any] | None = None
         self.template, self.numbers = "", dict[str, Any]()
         self.stored: str | None = None
         self.buttons: dict[str, Any] = {}
-        self.idle = set[str]()
+        self.idle, self.busy = set[str](), busy
         self.rows: list[dict[str, Any]] | None = None
         self.grid()
 

@@ -62,7 +62,7 @@ class View:
     def __init__(self, maker: Maker, given: Mapping[str, Any]) -> None:
         self.maker, self.lock, self.listeners = maker, threading.RLock(), list[Callable[[], None]]()
         self.params, self.message, self.drawings = dict(maker.defaults), "", 0
-        self.busy, self.progress = False, 0.0
+        self.busy, self.progress, self.made = False, 0.0, set[str]()  # made: parameters that the running work has set
         self._worker: threading.Thread | None = None
         self._stop = threading.Event()
         self.sheet = Sheet()
@@ -91,7 +91,9 @@ class View:
             return self.stop()
         if label in opening:
             with self._answering():
-                return self._show(self.asked(opening[label], self.opened))
+                self._show(self.asked(opening[label], self.opened | {n: self.params[n] for n in self.made}))
+                self.message = AT_WORK * bool(self.made and opening[label].keys() & self.sheet.idle)
+            return None
         does = self.sheet.buttons[check_choice("a button", label, [*self.sheet.buttons, "Reset", "Stop"])]
         return self.start(does) if callable(does) else self.set(**does)
 
@@ -119,7 +121,7 @@ class View:
 
     def drawn(self, params: Mapping[str, Any]) -> Sheet:
         """The sheet of some parameters."""
-        sheet = Sheet()
+        sheet = Sheet(self.busy)
         self.maker.draw(sheet, **params)
         return sheet
 
@@ -179,7 +181,8 @@ class View:
             if self.busy:
                 raise ValueError(AT_WORK)
             self._stop.clear()
-            self.message, self.progress, self.busy = "", 0.0, True
+            self.progress, self.busy = 0.0, True
+            self._show(self.params)
             self._worker = threading.Thread(target=self._run, args=(work,), daemon=True)
             self._worker.start()
 
@@ -197,6 +200,7 @@ class View:
         try:
             for changes in work(lambda: self.params | fresh):
                 fresh.update(changes)
+                self.made |= changes.keys() & self.params.keys()
                 if self._stop.is_set():
                     break
                 if time.monotonic() - last >= EVERY:
@@ -206,7 +210,8 @@ class View:
         except Exception as error:  # a thread has nobody to raise to: the reader gets the reason
             said = f"{type(error).__name__}: {error}"
         with self._answering():
-            self.busy, self.message = False, said or self.message.replace(AT_WORK, "")
+            self.busy, self.made = False, set()
+            self._show(self.params, said or self.message.replace(AT_WORK, ""))
 
     def _take(self, fresh: dict[str, Any]) -> None:
         self.progress = fresh.pop("progress", self.progress)

@@ -102,3 +102,11 @@ def test_values_are_read_by_arrow_keys_and_the_sentence_comes_back(every, opened
     assert "magnitude" in status.inner_text()
     tab.locator("summary").focus()
     assert status.inner_text() == said
+
+
+def test_the_tip_of_a_vector_stays_above_its_axis(every, opened):
+    tab, _ = opened(["adasum: pair(angle=120), Reset"], "JupyterLab, light", 1280)
+    ring = tab.locator("[data-name=b]")
+    for _ in range(20):
+        ring.press("ArrowDown")
+    assert ring.get_attribute("aria-valuetext").endswith(", 0")

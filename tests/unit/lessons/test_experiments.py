@@ -9,6 +9,7 @@ import pytest
 from mpkit.experiment.statistics import more_seeds, paired
 from mpkit.lessons import experiments
 from mpkit.lessons.experiments import CELLS, NETWORKS, own_experiment, recorded
+from mpkit.view.sheet import Sheet
 from mpkit.view.words import words
 
 WORDS = words("experiments")
@@ -93,13 +94,20 @@ def test_a_press_on_a_row_chooses_its_cell_and_two_cells_are_needed():
     view = own_experiment()
     rows = next(m for p in view.sheet.panels for m in p.marks if m.get("sets"))
     view.set(**rows["sets"][3])
-    assert [row["cell"] for row in view.table()] == [name for name in CELLS if name != "bf16 O2"]
+    assert [row["setting"] for row in view.table()] == [name for name in CELLS if name != "bf16 O2"]
     for wrong in ([0], without("float32")):
         with pytest.raises(ValueError, match="choose float32"):
             view.set(left_out=wrong)
     rows = next(m for p in view.sheet.panels for m in p.marks if m.get("sets"))
     view.set(**rows["sets"][3])
     assert view.params["left_out"] == []
+
+
+def test_while_runs_are_made_nobody_is_asked_to_press_run():
+    see = Sheet(busy=True)
+    own_experiment.draw(see, results=recorded(), made="perceptron")
+    assert "Press Run" not in see.sentence(0)
+    assert [*see.buttons] == ["Run"]  # nothing that the next run would undo
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ def test_tiny_updates_are_lost_and_three_remedies_keep_them():
     assert (paths["nearest"] == 1).all()
     assert all(abs(paths[s][-1] - 1.2) < 0.001 for s in ("master", "kahan"))
     assert abs(paths["stochastic"][-1] - 1.2) < 0.07
-    assert added("fp16", 6e-4, steps=200)["nearest"][-1] == 1 + 200 * 2**-10
+    for above in (6e-4, 2**-11 + 1e-8):  # a tie in float32 is none
+        assert added("fp16", above, steps=200)["nearest"][-1] == 1 + 200 * 2**-10
     seen = updates().numbers
     assert seen["half"] == 2**-11
     np.testing.assert_array_equal(seen["kahan"], paths["kahan"][::20])
