@@ -130,7 +130,7 @@ def dynamics(
     note = f"window {window}{': further left' * (window > 60)}"
     lane = low + (4.4 if floor < low else 3 + 2 * (floor < low + 5))  # off the floor's name
     main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", cross=lane, slope=-1, stem=True, note=note)
-    look: dict[str, Any] = {"log2": True, "stem": True, "step": 0.25, "note": f"×\u202f{factor:.4g}"}
+    look: dict[str, Any] = {"log2": True, "stem": True, "step": 0.25, "note": f"×{factor:.4g}"}
     main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", base=used, cross=7, **look)
     note = f"floor {power_of_two(floor)}{', below' * (floor < low)}"
     main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=note)
@@ -180,7 +180,8 @@ def _whole(see: Sheet, used: Any, top: Any, finite: Any, low: int, high: int, st
     whole.line(used, step="mid", width=1.6)
     whole.crosses(used, np.flatnonzero(~finite), color="ink", size=2.5, width=1.4)
     whole.handle("x", "step", min(step, len(used) - 1), 0, len(used) - 1, "step")
-    whole.handle("y", "start", start, 0, 32, "start, 2 to the", cross=0.04 * len(used), note="start")
+    up = 14 * bool(((used > start) & ~finite)[: len(used) // 7].any())  # its name stands above the crosses there
+    whole.handle("y", "start", start, 0, 32, "start, 2 to the", cross=0.04 * len(used), note="start", up=up)
 
 
 # ---- factor x window

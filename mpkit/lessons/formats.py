@@ -12,9 +12,10 @@ from mpkit.rounding import round_to
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, counted, linear, log2, names, power_of_two, space, view
 from mpkit.view.answers import read_number
 from mpkit.view.parts import edges, prediction, regions
+from mpkit.view.words import FLOAT32_MAX
 
 NAMES = [name for name in FORMATS if name != "fp64"]
-OTHERS = ("e5m2fnuz", "e4m3fnuz", "e4m3b11fnuz", "e3m4", "binary8p3", "binary8p4", "binary8p5")
+OTHERS = ("e5m2fnuz", "e4m3fnuz", "e4m3b11fnuz", "e3m4", "binary8p3se", "binary8p4se", "binary8p5se")
 BOX = {n: n for n in NAMES} | {n: f"other: {n}" for n in OTHERS}
 
 
@@ -198,8 +199,9 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, value: float, near: 
             line.points([height], [kept], "reference", glyph="D", size=4.5, label="stored", told=f"{kept:.7g}")
         text = "" if values else f"{name} has no value so near"
         text = "its nearest values" if len(values) > 60 else text
-        line.text(text, low, height, beside=6, dy=-14 if values else 0, color="muted", halo=True)
-    away = -1 if math.copysign(1, value) < 0 else 1  # from zero, where one ulp ends at the next number
+        line.text(text, low, height, beside=6, dy=-17 if values else 0, color="muted", halo=True)
+    # from zero, where one ulp ends at the next number, but not beyond what the picture can hold
+    away = -1 if (math.copysign(1, value) < 0) != (abs(value) + gap > FLOAT32_MAX) else 1
     look = {"fill": "own/0.5", "edge": "own", "label": "gap", "told": f"{gap:.4g}", "quiet": True}
     line.boxes([value], [1.21], [value + away * gap], [1.35], **look)
     line.text(f"gap: {gap:.4g}", value, 1.28, color="own", halo=True, beside=-6 * away)

@@ -29,10 +29,10 @@ def read_number(text: str) -> float:
         if power := _POWER.fullmatch(shown):
             sign, times, base, exponent = power.groups()
             return float(Fraction(sign + (times or "1")) * Fraction(base) ** int(exponent))
-        return float(Fraction(shown)) if "/" in shown else float(shown)
+        return float(Fraction(*map(Fraction, shown.split("/")))) if "/" in shown else float(shown)
     except OverflowError:  # float() of a fraction refuses what lies beyond the largest
         return -math.inf if shown.startswith("-") else math.inf
-    except (ValueError, ZeroDivisionError):
+    except (TypeError, ValueError, ZeroDivisionError):
         raise ValueError(f"write a number such as 0.1, 1e-5, 1/3 or 2^-14, got {text!r}") from None
 
 

@@ -565,7 +565,7 @@ function render({ model, el }) {
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
 		const long = 12 + 7 * note.textContent.length, stem = m.stem && across, before = stem ? x - long > p.left : x + long > p.right || !(free || across);
-		const on = m.stem && !across ? (before ? -18 : -2) : free && !across ? -9 : free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
+		const on = m.stem && !across ? (before ? -18 : -2) : free && !across ? -9 - (m.up ?? 0) : free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
 		set(note, { x: x + (before ? -12 : 12), y: y + (stem && !before ? -11 : on), "text-anchor": before ? "end" : "start" });
 		const read = both ? [...v].map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
 		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": both ? v[0] : v, "aria-valuetext": read });
