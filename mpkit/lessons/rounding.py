@@ -111,7 +111,8 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[fl
     panel = see.panel(title=f"two neighbours in {form.name}, and where each mode goes", x=axis, y=rows)
     for edge, value in ((0, left), (1, right)):
         panel.rule("x", edge, "ink", width=1.6)
-        panel.text(f"{value:.7g}\n{_parity(value, form)}", edge, -1.2, size=13, beside=8 if edge else -8)
+        told = next(text for text in (f"{value:.7g}", f"{value:.4g}") if len(text) < 11)  # two differ in these digits
+        panel.text(f"{told}\n{_parity(value, form)}", edge, -1.2, size=13, beside=8 if edge else -8)
     at, last = (x - left) / (right - left), len(results)
     panel.line([-0.75, last + 0.5], [at, at], "own", dash=":", width=1.4)
     panel.text(f"{x:.7g}", min(max(at, 0.45), 0.55), -1.3, color="own")  # above its ring, between the neighbours

@@ -106,8 +106,7 @@ def same(value: Any, truth: Any, rel: float, strict: bool = False) -> bool:
     if isinstance(truth, str | bool):
         return name(value) == name(truth)
     found = number(value)
-    both_nan = found is not None and math.isnan(found) and math.isnan(truth)
-    return both_nan or (found is not None and math.isclose(found, truth, rel_tol=rel))
+    return found is not None and (math.isclose(found, truth, rel_tol=rel) or (found != found and truth != truth))  # NaN
 
 
 def aside(value: object, truth: object, rel: float) -> str:
