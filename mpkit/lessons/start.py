@@ -72,12 +72,13 @@ def live(
     see.buttons = {"Train": steered}
     if hand:
         see.buttons |= {"Scale × 2^10": {"kicks": kicks + 10}, "Scale / 2^10": {"kicks": kicks - 10}}
-    see.idle = {"hand"} if hand else {"hand", "floor"}
-    shown = ("run before", before, "reference", "--"), ("this run", run, "own", None)
-    runs = [row for row in shown if row[1]] or [("recorded, with momentum", recorded_run(WIDE), "reference", "--")]
+    see.idle = ({"hand"} if hand else {"hand", "floor"}) | ({"level", "dtype", "start"} if see.busy else set())
     last = max(WIDE, len(run.losses) if run else 0)
+    old = ("run before", before) if before else ("recorded, with momentum", recorded_run(WIDE))
+    # the recorded one has no later steps
+    runs = [(*old, "reference", "--")] * bool(before or last == WIDE) + [("this run", run, "own", None)] * bool(run)
     _, panel = loss_and_scale(see, runs, last - WIDE, last, also=(start, floor) if hand else (start,))
-    if last == WIDE:
+    if last == WIDE and not see.busy:  # a training that runs has begun at another scale
         panel.handle("y", "start", start, 0, 30, "initial scale, 2 to the", cross=0.03 * WIDE, note="start")
     if hand:
         panel.handle("y", "floor", floor, *FLOOR, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
@@ -85,7 +86,7 @@ def live(
     low = f", floor 2^{floor}" * hand + f", moved by hand by 2^{kicks}" * bool(kicks)
     settings = f"Set to {level} in {computed(level, dtype)}, start 2^{start}, factor {factor}, window {window}{low}."
     now = f"This run: {told(run)}." if run else "Press Train; what you move then acts on the running training."
-    grey = "" if run else " Grey: another training of this network, recorded with momentum and window 50."
+    grey = " Grey: another training of this network, recorded with momentum and window 50." * (last == WIDE)
     see.say(f"{settings} {now}{f' Before: {told(before)}.' if before else grey}", run=run, before=before)
 
 

@@ -78,6 +78,7 @@ def test_a_training_is_steered_stops_and_keeps_the_run_before():
     while not view.progress:
         time.sleep(0.01)
     assert "1.01" in view.message  # the training goes on, and leaves it
+    assert {"level", "start"} <= view.sheet.idle  # they would change nothing of it
     view.press("Reset")  # the settings; what is being made stays
     assert view.params["level"] == "O2"
     view.press("Stop")
