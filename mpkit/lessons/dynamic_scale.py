@@ -85,16 +85,11 @@ def stepped(policy: ScalePolicy, tops: np.ndarray, puts: dict[int, float] = {}) 
 
 # ---- a recorded run under your scaler
 @view(
-    run=RUNS,
-    own=OWN,
-    start=Range(0, 32, label="start 2^"),
-    factor=Range(1.01, 16, 0.25, "scale_factor", log=2),
-    window=Range(1, SHOWN, label="scale_window, steps"),
-    floor=Range(-24, 10, label="floor 2^"),
-    step=(0, SHOWN - 1),
-    drawn=Stroke(SHOWN, *POWERS),
-    puts=Stroke(SHOWN, *POWERS),
-)
+    run=RUNS, own=OWN,
+    start=Range(0, 32, label="start 2^"), factor=Range(1.01, 16, 0.25, "scale_factor", log=2),
+    window=Range(1, SHOWN, label="scale_window, steps"), floor=Range(-24, 10, label="floor 2^"),
+    step=(0, SHOWN - 1), drawn=Stroke(SHOWN, *POWERS), puts=Stroke(SHOWN, *POWERS),
+)  # fmt: skip
 def dynamics(
     see: Sheet, run="gpt_sums", own="", start=24, factor=2.0, window=50, floor=0, step=SHOWN - 1, drawn={}, puts={}
 ) -> None:
@@ -220,16 +215,17 @@ def sweep(see: Sheet, run="gpt_sums", own="", start=16, figure="lost") -> None:
     grid, least = grids[figure], ""
     see.grid(400)
     see.idle = {"run"} if own else set()
-    texts = [f"{v:.1f}" if v == 0 or v >= 0.05 else "< 0.1" for v in grid.flat]
+    table = np.reshape(texts := [f"{v:.1f}" if v == 0 or v >= 0.05 else "< 0.1" for v in grid.flat], grid.shape)
     x, y = names(WINDOWS, "scale_window, finite steps"), names(FACTORS, "scale_factor", down=True)
     panel = see.panel(title=title, x=x, y=y, pad=[28, 14, 42, 60])
     cells = [f"factor {f}, window {w}" for f in FACTORS for w in WINDOWS]
     panel.cells(grid, texts, names=cells, label="cell", quiet=True)
     if figure == "lost":  # the least time is that of most cells
-        rows, cols = np.nonzero(np.reshape(texts, grid.shape) == texts[grid.argmin()])  # as the cells tell it
+        rows, cols = np.nonzero(table == texts[grid.argmin()])  # as the cells tell it
         look: dict[str, Any] = {"edge": "normal", "width": 3, "label": "least training signal lost"}
         panel.boxes(cols - 0.47, rows - 0.47, cols + 0.47, rows + 0.47, **look)
         least = f" The least, {texts[grid.argmin()]} %, is lost with {counted(len(rows), 'pair')} in a frame."
+    see.rows = [{"factor": f} | {f"window {w}": v for w, v in zip(WINDOWS, r)} for f, r in zip(FACTORS, table.tolist())]
     see.say(
         f"{Path(own).stem if own else capital(RUNS[run])}, started at 2^{start}. From {{low}} to {{high}} {told}, by "
         f"factor and window.{least}",

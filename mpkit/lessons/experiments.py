@@ -17,15 +17,11 @@ from mpkit.view import Choice, Range, Sheet, counted, names, view
 from mpkit.view.intervals import axis, beside, intervals
 
 _CELLS = {  # level, dtype, scaler, boost; formats are emulated, so that any machine can compute in them
-    "float32": ("O0", "float16", None, "O0"),
-    "fp16 O2": ("O2", "fp16", None, "O0"),
-    "fp16 O2, scaled": ("O2", "fp16", "torch", "O0"),
-    "bf16 O2": ("O2", "bf16", None, "O0"),
-    "e5m2 O2, scaled": ("O2", "e5m2", "torch", "O0"),
-    "e5m1 O2, scaled": ("O2", "e5m1", "torch", "O0"),
-    "freezing": ("O0", "float16", None, "grad_freeze"),
-    "centralized": ("O0", "float16", None, "grad_centralization"),
-}
+    "float32": ("O0", "float16", None, "O0"), "fp16 O2": ("O2", "fp16", None, "O0"),
+    "fp16 O2, scaled": ("O2", "fp16", "torch", "O0"), "bf16 O2": ("O2", "bf16", None, "O0"),
+    "e5m2 O2, scaled": ("O2", "e5m2", "torch", "O0"), "e5m1 O2, scaled": ("O2", "e5m1", "torch", "O0"),
+    "freezing": ("O0", "float16", None, "grad_freeze"), "centralized": ("O0", "float16", None, "grad_centralization"),
+}  # fmt: skip
 CELLS = {name: dict(zip(("level", "dtype", "scaler", "boost"), cell)) for name, cell in _CELLS.items()}
 
 

@@ -64,9 +64,10 @@ def adam_state(see: Sheet, state="float16", eps=-8, gradient=-10) -> None:
             panel.points(own[at], x[at], color, glyph="x", size=3, label=label, told=word)
     panel.points([own[marked]], [x[marked]], "own", fill="paper", size=6)
     panel.handle("x", "gradient", gradient, -26, 16, "marked gradient, 2 to the")
+    told = "not a number" if narrow[marked].isnan() else f"{narrow[marked]:.3g} times the learning rate"
     see.say(
         f"The gradient is 2^{gradient} = {2.0**gradient:.5g}. In {state} v is {v[marked]:.5g}, eps {10.0**eps:g} "
-        f"becomes {stored:.3g}, and the step is {narrow[marked]:.3g} times the learning rate. In float32 the step is "
+        f"becomes {stored:.3g}, and the step is {told}. In float32 it is "
         f"{wide[marked]:.3g} times the learning rate.",
         gradients=gradients, narrow=narrow, wide=wide,
     )  # fmt: skip

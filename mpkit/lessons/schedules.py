@@ -24,7 +24,7 @@ def _curves(see: Sheet, panel: Panel, curves: dict[str, np.ndarray]) -> tuple[st
         panel.points(seen, show="at", **look | {"dash": None, "fill": "none", "width": 1.8, "size": 3.5 + 2 * k})
     see.play("step", "step", len(seen), on=panel)
     told = ", ".join(f"{name} {{c{i}}}" for i, name in enumerate(curves))
-    return told, {"at": np.arange(len(seen))} | {f"c{i}": np.float64(c).round(6) for i, c in enumerate(curves.values())}
+    return told, {"at": np.arange(len(seen))} | {f"c{i}": np.float64(c) for i, c in enumerate(curves.values())}
 
 
 # ---- schedules

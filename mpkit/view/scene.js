@@ -565,14 +565,16 @@ function render({ model, el }) {
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
 		const long = 12 + 7 * note.textContent.length, stem = m.stem && across, before = stem ? x - long > p.left : x + long > p.right || !(free || across);
-		const on = m.stem && !across ? (before ? -18 : -2) : free && !across ? -9 - (m.up ?? 0) : free || across ? 4 : y + 20 < p.bottom ? 15 : -6; // above a line are others
+		// above a line are others
+		const on = m.stem && !across ? (before ? -18 : -2) : free && !across ? -9 - (m.up ?? 0) : free || across ? 4 : y + 20 < p.bottom ? 15 : -6;
 		set(note, { x: x + (before ? -12 : 12), y: y + (stem && !before ? -11 : on), "text-anchor": before ? "end" : "start" });
 		const read = both ? [...v].map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
 		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": both ? v[0] : v, "aria-valuetext": read });
 	}
 	function move(h, v) {
 		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + round((u - lo) / step) * step).toPrecision(12), lo, hi);
-		const near = many(v) ? min(1, hi / Math.hypot(...v)) : 1, to = many(v) ? [snap(near * v[0]), max(0, snap(near * v[1]))] : snap(v); // a tip, above its axis
+		// a tip lies above its axis
+		const near = many(v) ? min(1, hi / Math.hypot(...v)) : 1, to = many(v) ? [snap(near * v[0]), max(0, snap(near * v[1]))] : snap(v);
 		if (String(to) === String(h.value)) return;
 		place(h, to);
 		if (name === spec.index?.name) return go(to - spec.index.first);

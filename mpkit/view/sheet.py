@@ -68,8 +68,15 @@ def said(value: float, axis: Mapping[str, Any]) -> str:
     if "names" in axis and 0 <= round(value) < len(axis["names"]):
         return str(axis["names"][round(value)])
     if axis.get("format") == "log2" and math.isfinite(value):
-        return power_of_two(round(value, 1))
+        return power_of_two(round(value, 1) + 0.0)
     return rounded(value)
+
+
+def told(value: float, axis: Mapping[str, Any]) -> str:
+    """The same as it is told beside a mark: what lies at an end of powers of two stands for all beyond it."""
+    low, high = (axis["lo"] + 1e-6, axis["hi"] - 1e-6) if "format" in axis else (-math.inf, math.inf)
+    edge = "≤ " if value < low else "≥ " if value > high else ""
+    return edge + str(dict(axis.get("ticks", ())).get(float(value)) or said(value, axis))
 
 
 def item(values: Any, i: int) -> Any:
@@ -240,16 +247,16 @@ class Panel:
         """The labelled marks as rows of a table, one for each place on the x axis, at most about 60."""
         found, x = dict[str, dict[str, Any]](), self.given["x"]
         for m in self.marks:
-            told, label = m.get("told"), m.get("label")
-            ys, xs = m.get("y", m.get("codes", told)), m.get("x", m.get("x0"))
+            words, label = m.get("told"), m.get("label")
+            ys, xs = m.get("y", m.get("codes", words)), m.get("x", m.get("x0"))
             if not label or ys is None or m["type"] not in ("line", "points", "pen", "boxes", "notes"):
                 continue
             count = max(np.size(v) for v in (ys, xs) if v is not None)
             count = min(count, index + 1) if m.get("show") == "upto" and "since" not in m else count
             for i in range(0, count, max(1, count // 60)):
                 place = said(item(xs, i) if xs is not None else i, x)
-                own = told if not told or isinstance(told, str) else told[int(item(m.get("codes", i), i))]
-                value = own or said(item(ys, i), self.given["y"])
+                own = words if not words or isinstance(words, str) else words[int(item(m.get("codes", i), i))]
+                value = own or told(item(ys, i), self.given["y"])
                 found.setdefault(place, {}).setdefault(item(label, i) if not isinstance(label, str) else label, value)
         head = {"panel": self.given.get("title", "")} if titled else {}
         return [head | {x.get("label") or "place": place, **cells} for place, cells in found.items()]
@@ -332,9 +339,10 @@ class Sheet:
 
     def table(self, index: int = 0) -> list[dict[str, Any]]:
         """The `rows`, or else the labelled marks of each panel at one step, a row for each place on its x axis."""
-        if self.rows is not None:
-            return self.rows
-        return [row for p in self.panels for row in p.table(index, len(self.panels) > 1)]
+        made = (row for p in self.panels for row in p.table(index, len(self.panels) > 1))
+        rows = list(made) if self.rows is None else self.rows
+        columns = {name: "" for row in rows for name in row}  # each row has all of them, or cells would change places
+        return [columns | row for row in rows]
 
     @cached_property
     def spec(self) -> dict[str, Any]:

@@ -261,7 +261,8 @@ def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, An
         far, up = axes.transLimits.transform((x, y)) * (1, high)
         before = {"anchor": "end", "dx": -12, "dy": 0 if across else 9 if up > 20 else -9}  # above a line are others
         stemmed = across and m.get("stem")
-        shift = before if left or (stemmed and far > 0.15) else {"dy": -15} if stemmed else {"dx": 12}
+        after = {"dx": 12, "dy": 0 if across else -9}
+        shift = before if left or (stemmed and far > 0.15) else {"dy": -15} if stemmed else after
         _words(axes, x, y, m["note"], {"color": "own", "anchor": "start", "halo": True, **shift}, z)
 
 

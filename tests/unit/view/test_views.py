@@ -93,6 +93,7 @@ def test_what_can_be_pressed_names_parameters_and_both_renderers_get_the_same_sh
     page.ask({"table": True})
     shown = [{k: raised(v) if isinstance(v, str) else v for k, v in row.items()} for row in view.table()]
     assert (page.spec, page.rows) == (packed(view.sheet.spec), shown)
+    assert len({tuple(row) for row in page.rows}) == 1, "a table, each row of which has all columns"
     assert len(figure(view.sheet.spec, view.index).axes) == len(view.sheet.panels)
     page.close()
 
