@@ -23,7 +23,7 @@ test:  ## what mpkit promises: contract, doctests, every notebook, one lesson in
 	$(RUN) $(PYTEST) $(or $(ARGS),tests/contract tests/page/test_browser.py mpkit notebooks -k "not test_browser or 04_dynamic")
 
 more:  ## everything else that is tested: units, pages, labs, compilers, processes
-	$(RUN) $(PYTEST) --durations=20 --ignore=tests/contract --ignore=tests/tools --deselect "$(IN_TEST)" $(or $(ARGS),tests)
+	$(RUN) $(PYTEST) --durations=20 $(addprefix --ignore=tests/,contract tools test_layers.py) --deselect "$(IN_TEST)" $(or $(ARGS),tests)
 
 tools:  ## mutants, planted bugs, other machines, soak, compat in turn; make tools ARGS="mutants --sample 60"
 	$(RUN) python tests/tools $(ARGS)
