@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,13 +33,10 @@ class SoftmaxThenLog(nn.Module):
 
 
 NETWORKS: dict[str, Any] = {
-    "MLP": Network,
-    "LeNet5": LeNet5,
-    "residual block": lambda: ResidualBlock(1, 8, stride=2),
+    "MLP": Network, "LeNet5": LeNet5, "residual block": lambda: ResidualBlock(1, 8, stride=2),
     "transformer block": lambda: TransformerBlock(28, 4),  # the rows of an image are its tokens
-    "softmax, then log": SoftmaxThenLog,
-    "log_softmax": lambda: nn.LogSoftmax(0),
-}
+    "softmax, then log": SoftmaxThenLog, "log_softmax": lambda: nn.LogSoftmax(0),
+}  # fmt: skip
 
 
 class Walk(NamedTuple):
@@ -95,13 +93,15 @@ def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> W
     with ledger(network, count=True, keep=True) as book:
         network(x)
     every = zip(book.rows, map(relative_error, book.results, _exact(kind, exponent)))
-    seen = [(row, error) for row, error in every if row.operation not in EXACT or row.operation in SHOWN_ANYWAY]
-    steps, errors = zip(*seen)
+    steps, errors = zip(*((r, e) for r, e in every if r.operation not in EXACT or r.operation in SHOWN_ANYWAY))
     border = [cast for cast in book.casts if not cast.operation]  # the network's input counts for the first operation
     lost = {name: sum(getattr(x, name) or 0 for x in (steps[0], *border)) for name in ("flushed", "overflowed")}
-    weights, moved = (sum(c.tensor != "activation" for c in cs) for cs in (book.casts, border))
-    casts = weights, len(book.casts) - weights, len(border) - moved
-    return Walk((replace(steps[0], **lost), *steps[1:]), errors, layers, book.measured_bytes, casts)
+    weights = sum(c.tensor != "activation" for c in book.casts)
+    entered = Counter(c.module for c in border if c.tensor == "activation")
+    casts = weights, len(book.casts) - weights, entered.pop("", 0)
+    # what a layer of another precision takes counts for its first operation
+    first, *rest = (replace(step, casts=step.casts + entered.pop(step.module, 0)) for step in steps)
+    return Walk((replace(first, **lost), *rest), errors, layers, book.measured_bytes, casts)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -81,3 +81,9 @@ def test_cases_of_the_task_are_what_the_ledger_says(arguments, width):
         network(torch.randn(3, 4))
     computes = next(row.compute for row in reversed(book.rows) if kind in row.operation)
     assert width == int(computes.removeprefix("float"))
+
+
+def test_what_a_layer_in_float32_takes_stands_under_it():
+    view = levels(network="LeNet5", kept=4)  # it and the next one take another precision
+    assert {s.module: s.casts for s in view.numbers["walk"].steps if s.module in ("fc2", "fc3")} == {"fc2": 1, "fc3": 3}
+    assert "of these 2 at the network's input and output" in view.sentence

@@ -17,10 +17,8 @@ WORDS = words("start")
 
 @pytest.mark.slow
 def test_every_level_learns_the_digits_in_both_formats():
-    wide, *runs = (
-        [*training(level, DynamicLossScaler(2**16, 2, 50), dtype=dtype)][-1]
-        for level, dtype in (("O0", "float16"), ("O2", "float16"), ("O2", "bfloat16"))
-    )
+    kinds = ("O0", "float16"), ("O2", "float16"), ("O2", "bfloat16")
+    wide, *runs = ([*training(level, DynamicLossScaler(2**16, 2, 50), dtype=dtype)][-1] for level, dtype in kinds)
     assert all(run.accuracy > 0.85 for run in (wide, *runs))
     assert wide.losses[0] == pytest.approx(np.log(10), abs=0.05)  # ten classes, nothing learnt yet
     assert wide.skipped == ()  # float32 gradients are far from overflow
