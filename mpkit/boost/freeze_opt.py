@@ -81,6 +81,7 @@ class FreezeOpt(Wrapper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        uncompiled(FreezeOpt, "apply")
         for opt in self.optimizers:
             centralize_where_marked(inner(opt))
 

@@ -181,8 +181,7 @@ class View:
             if self.busy:
                 raise ValueError(AT_WORK)
             self._stop.clear()
-            self.progress, self.busy = 0.0, True
-            self._show(self.params)
+            self.message, self.progress, self.busy = "", 0.0, True
             self._worker = threading.Thread(target=self._run, args=(work,), daemon=True)
             self._worker.start()
 
@@ -198,6 +197,7 @@ class View:
     def _run(self, work: Work) -> None:
         last, said, fresh = 0.0, "", dict[str, Any]()
         try:
+            self._take(fresh)  # the picture of a view that is at work
             for changes in work(lambda: self.params | fresh):
                 fresh.update(changes)
                 self.made |= changes.keys() & self.params.keys()

@@ -58,6 +58,7 @@ def test_what_the_lesson_on_tensor_scales_says():
 def test_what_changes_nothing_is_hidden():
     assert delayed(current=True).sheet.idle == {"length", "margin"}
     assert blocks(fmt="NVFP4").sheet.idle == {"rule"}
+    assert "0" in {row["stored"] for row in blocks(size=16, outlier=10).table()}  # it lies at the picture's edge
 
 
 # ---- *Blocks*
