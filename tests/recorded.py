@@ -26,12 +26,8 @@ def trace_of(gradients: list[Any], scale: float = 1.0, form: str = "fp16", **col
         largest=np.array([[float(m) for _, _, m in row] for row in rows], dtype=np.float32),
     )
     base = {
-        "step": np.arange(n),
-        "loss": np.ones(n),
-        "scale": np.full(n, scale),
-        "overflow": ranges.nonfinite.any(axis=1),
-        "lr": np.full(n, 0.1),
-        "grad_norm": np.ones(n),
+        "step": np.arange(n), "loss": np.ones(n), "scale": np.full(n, scale),
+        "overflow": ranges.nonfinite.any(axis=1), "lr": np.full(n, 0.1), "grad_norm": np.ones(n),
         "seconds": np.arange(n) * 1.0,
-    }
+    }  # fmt: skip
     return Trace(**(base | columns), gradients=ranges, format=form)

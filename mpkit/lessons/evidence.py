@@ -172,7 +172,8 @@ def _bars(see: Sheet, bars: list[Stop], fmt: FloatFormat, report: Report, scale:
     low, high = -44, 44
     y = names([stop.called for stop in bars], down=True) | {"hi": -1.2}
     x = log2("magnitude, as computed in float32", low, high, 8)
-    panel = see.panel(1, title="ranges of the values, as computed in float32", x=x, y=y)
+    title = f"ranges of the values, as computed in float32; ring: the scale, {power_of_two(scale)}"
+    panel = see.panel(1, title=title, x=x, y=y)
     regions(panel, "x", *edges(fmt))
     see.rows = []
     for row, stop in enumerate(bars):
@@ -189,6 +190,4 @@ def _bars(see: Sheet, bars: list[Stop], fmt: FloatFormat, report: Report, scale:
         panel.text(word, high - 1, row, anchor="end", color="overflow", halo=True)
     row = next(i for i, stop in enumerate(bars) if stop.backward)
     top = math.log2(bars[row].high) if bars[row].high else scale
-    # where the words "inf or NaN" or "too large" stand its own would lie on them
-    note = f"scale {power_of_two(scale)}" * (not bars[row].bad and bars[row].high <= fmt.max)
-    panel.handle("x", "scale", scale, -8, 30, "loss scale, 2 to the", base=top - scale, cross=row, note=note)
+    panel.handle("x", "scale", scale, -8, 30, "loss scale, 2 to the", base=top - scale, cross=row)

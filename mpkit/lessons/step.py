@@ -137,7 +137,8 @@ def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
         falls = 0 < i < 7 and at[i - 1] - at[i] > 6 and at[i] > LOW + 4  # the line comes down where words would stand
         rises = i < 6 and at[i + 1] - at[i] > 7  # or leaves there
         dy, color = (24, "overflow") if i in bad_at else (18 if falls or rises else -18, "ink")
-        by = 4 * (i in bad_at)  # right of the line that rises to an inf
+        # right of the line that rises to an inf or falls to 0
+        by = 4 if i in bad_at else 9 if at[i] <= LOW < at[i - 1] else 0
         panel.text(words, i, at[i] if i < 7 else 4.0, halo=True, only=only, dy=dy, color=color, beside=by)
     _gate(panel, walk)
     roles = np.array([i in bad_at for i in range(8)], np.uint8)

@@ -614,15 +614,15 @@ function render({ model, el }) {
 		if (!name && !m) return;
 		pause();
 		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { at: panels.indexOf(p), m, stroke: {}, panels };
-		// it moves by as much as the pointer does, also from beyond the edge
-		if (name && drag.m.axis !== "xy") drag.grab = drag.value - pulled(drag, x, y);
+		// from where it is, also beyond the edge; after 100 pixels it is under the pointer
+		const off = name && drag.m.axis !== "xy" ? drag.value - pulled(drag, x, y) : 0;
+		drag.held = (u, v) => off * max(0, 1 - Math.hypot(u - x, v - y) / 100);
 		if (name) handles.get(name).g.focus(); else draws(e);
-		unhover();
-		over.setPointerCapture(e.pointerId); e.preventDefault();
+		unhover(); over.setPointerCapture(e.pointerId); e.preventDefault();
 	});
 	on(over, "pointermove", (e) => {
 		const [x, y] = spot(e), p = panelAt(x, y), { m, p: q } = drag ?? {}; // with the axes when the drag began
-		if (drag?.name) move(handles.get(drag.name), m.axis === "xy" ? [q.backX(x), q.backY(y)] : drag.grab + pulled(drag, x, y));
+		if (drag?.name) move(handles.get(drag.name), m.axis === "xy" ? [q.backX(x), q.backY(y)] : drag.held(x, y) + pulled(drag, x, y));
 		else if (drag) draws(e);
 		else if (p && !p.bare) hover(p, p.backX(x), p.backY(y));
 		else unhover();

@@ -77,25 +77,32 @@ class View:
 
         Raises ValueError where one is refused, and says why in `message`.
         """
-        with self._answering():
-            self._show(self.asked(changed, self.params))
+        self._change(changed)
 
     def press(self, label: str) -> None:
         """Press the button of that label. Raises ValueError if there is none, or if what it does is refused.
 
-        Reset gives the opening parameters, one of the `tries` these with some of them changed. A try is offered where
-        the view was opened as its `when` says, or always without one.
+        Reset gives the opening parameters, one of the `tries` these with some of them changed; while work goes on a try
+        changes these alone. It is offered where the view was opened as its `when` says, or always without one. Stop
+        ends the work after its present step.
         """
         opening = {"Reset": {}} | {told["say"]: told["set"] for told in self.tries}
         if label == "Stop":
-            return self.stop()
+            return self._stop.set()
         if label in opening:
-            with self._answering():
-                self._show(self.asked(opening[label], self.opened | {n: self.params[n] for n in self.made}))
-                self.message = AT_WORK * bool(self.made and opening[label].keys() & self.sheet.idle)
-            return None
+            return self._change(opening[label], anew=not self.busy or label == "Reset")
         does = self.sheet.buttons[check_choice("a button", label, [*self.sheet.buttons, "Reset", "Stop"])]
         return self.start(does) if callable(does) else self.set(**does)
+
+    def _change(self, changed: Mapping[str, Any], anew: bool = False) -> None:
+        """Change some of the present parameters, or of the opening ones; not those that work has begun with."""
+        with self._answering():
+            held = self.sheet.idle if self.busy else set()
+            if changed.keys() & held:
+                raise ValueError(AT_WORK)
+            kept = {n: self.params[n] for n in self.made | held}
+            lost = anew and any(kept[n] != self.opened[n] for n in held)
+            self._show(self.asked(changed, self.opened | kept if anew else self.params), AT_WORK * lost)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -184,10 +191,6 @@ class View:
             self.message, self.progress, self.busy = "", 0.0, True
             self._worker = threading.Thread(target=self._run, args=(work,), daemon=True)
             self._worker.start()
-
-    def stop(self) -> None:
-        """End the background work after its current step."""
-        self._stop.set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the background work has ended, or after `timeout` seconds."""

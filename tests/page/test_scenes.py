@@ -110,3 +110,16 @@ def test_the_tip_of_a_vector_stays_above_its_axis(every, opened):
     for _ in range(20):
         ring.press("ArrowDown")
     assert ring.get_attribute("aria-valuetext").endswith(", 0")
+
+
+def test_a_ring_from_beyond_the_edge_is_under_the_pointer_after_100_pixels(every, opened):
+    name = next(name for name in every[1] if "one huge batch in 16" in name)
+    tab, _ = opened([name], "JupyterLab, light", 1280)
+    ring = tab.locator("[data-name=window]")
+    at = ring.locator("circle").bounding_box()
+    tab.mouse.move(at["x"] + 8, at["y"] + 8)
+    tab.mouse.down()
+    tab.mouse.move(at["x"] + 16, at["y"] + 8)
+    assert 350 < int(ring.get_attribute("aria-valuenow")) < 400
+    tab.mouse.move(at["x"] + 308, at["y"] + 8)
+    assert abs(ring.locator("circle").bounding_box()["x"] - at["x"] - 300) < 8

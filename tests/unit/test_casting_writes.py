@@ -132,13 +132,10 @@ INTO_WEIGHT: dict[str, Callable[[Tensor], object]] = {
     "mul out": lambda w: torch.mul(torch.ones(4, 4), 0.5, out=w),
     "cat out": lambda w: torch.cat([torch.ones(2, 4), torch.zeros(2, 4)], out=w),
     "_foreach_lerp_": lambda w: torch._foreach_lerp_([w], [torch.zeros(4, 4)], 0.5),
-    "relu inplace": lambda w: F.relu(w.sub_(2), inplace=True),
-    "elu_": lambda w: F.elu_(w.sub_(8)),
-    "threshold_": lambda w: F.threshold_(w, 2.0, 1.5),
-    "getitem": lambda w: w[1].fill_(3),
-    "t": lambda w: w.t()[1].fill_(3),
-    "normalize out": lambda w: F.normalize(w.add_(1), out=w),
-}
+    "relu inplace": lambda w: F.relu(w.sub_(2), inplace=True), "elu_": lambda w: F.elu_(w.sub_(8)),
+    "threshold_": lambda w: F.threshold_(w, 2.0, 1.5), "getitem": lambda w: w[1].fill_(3),
+    "t": lambda w: w.t()[1].fill_(3), "normalize out": lambda w: F.normalize(w.add_(1), out=w),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("level", LEVELS)

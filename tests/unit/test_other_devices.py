@@ -142,12 +142,9 @@ def gpus(monkeypatch) -> SimpleNamespace:
     """Two devices, as far as torch.cuda tells, and a diary of what was set on them."""
     diary = SimpleNamespace(set=[], state=torch.arange(4, dtype=torch.uint8))
     answers = {
-        "is_available": True,
-        "device_count": 2,
-        "get_device_name": "Stand-in",
-        "get_device_capability": (9, 0),
+        "is_available": True, "device_count": 2, "get_device_name": "Stand-in", "get_device_capability": (9, 0),
         "get_rng_state_all": [diary.state, diary.state + 1],
-    }
+    }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", diary.set.append)

@@ -14,19 +14,14 @@ from support import without_a_wait
 from mpkit import schedules as s
 
 SCHEDULES: dict[str, s.LearningRateSchedule] = {
-    "exponential": s.ExponentialDecayLR(0.5, 0.9, 3),
-    "exponential-stair": s.ExponentialDecayLR(0.5, 0.9, 3, True),
-    "natural": s.NaturalExpDecayLR(0.5, 0.2, 3),
-    "natural-stair": s.NaturalExpDecayLR(0.5, 0.2, 3, True),
-    "inverse": s.InverseDecayLR(0.5, 0.9, 3),
-    "inverse-stair": s.InverseDecayLR(0.5, 0.9, 3, True),
-    "cosine": s.CosineDecayLR(0.01, 0.5, 20),
-    "polynomial": s.PolynomialDecayLR(0.5, 0.01, 20, 0.7),
-    "polynomial-update": s.PolynomialDecayLR(0.5, 0.01, 6, 2.0, True),
-    "warm-up": s.WarmUpLR(0.5, 10),
+    "exponential": s.ExponentialDecayLR(0.5, 0.9, 3), "exponential-stair": s.ExponentialDecayLR(0.5, 0.9, 3, True),
+    "natural": s.NaturalExpDecayLR(0.5, 0.2, 3), "natural-stair": s.NaturalExpDecayLR(0.5, 0.2, 3, True),
+    "inverse": s.InverseDecayLR(0.5, 0.9, 3), "inverse-stair": s.InverseDecayLR(0.5, 0.9, 3, True),
+    "cosine": s.CosineDecayLR(0.01, 0.5, 20), "polynomial": s.PolynomialDecayLR(0.5, 0.01, 20, 0.7),
+    "polynomial-update": s.PolynomialDecayLR(0.5, 0.01, 6, 2.0, True), "warm-up": s.WarmUpLR(0.5, 10),
     "listed": s.ListedLR(tuple(0.1 * k for k in range(30))),
     "chained": s.WarmUpLR(0.5, 5).then(s.CosineDecayLR(0.0, 0.5, 20), at=5),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=SCHEDULES)

@@ -1,6 +1,7 @@
 """Lessons 00 and 04: the training on the digits, its steered scale, the answers of lesson 00 a second way."""
 
 import time
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -78,9 +79,15 @@ def test_a_training_is_steered_stops_and_keeps_the_run_before():
     while not view.progress:
         time.sleep(0.01)
     assert "1.01" in view.message  # the training goes on, and leaves it
-    assert {"level", "start"} <= view.sheet.idle  # they would change nothing of it
-    view.press("Reset")  # the settings; what is being made stays
-    assert view.params["level"] == "O2"
+    for refused in ({"level": "O3"}, {"window": 5, "start": 30}):  # it has begun with another one
+        with pytest.raises(ValueError, match="Stop"):
+            view.set(**refused)
+    view.press("Scale / 2^10")
+    view.press("window 200")  # this alone; what was moved by hand stays
+    settings = itemgetter("level", "start", "window", "kicks")
+    assert (settings(view.params), view.message) == (("O0", 16, 200, -10), "")
+    view.press("Reset")
+    assert (settings(view.params), "Stop" in view.message) == (("O0", 16, 10, 0), True)
     view.press("Stop")
     view.wait(60)
     assert view.numbers["before"] == first
