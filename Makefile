@@ -8,6 +8,8 @@ JOBS ?= 4
 IN_TEST = tests/page/test_browser.py::test_a_notebook_runs_and_its_controls_work_by_keyboard[04_dynamic_loss_scale.ipynb]
 PYTEST = python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -rs
 export OMP_NUM_THREADS ?= 1
+# compiled files are kept: else each of two hundred processes, a kernel say, would compile all of mpkit anew
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help lab test more tools check bench gpu site notebooks
 .NOTPARALLEL:
