@@ -110,7 +110,7 @@ def own_experiment(
     panel.boxes([x["lo"]], every - 0.45, [x["hi"]], every + 0.45, name="cell", sets=sets, names=told, quiet=True)
     intervals(panel, [[*runs.values()] for runs in values.values()], [*ends.values()])
     if values["float32"]:
-        panel.rule("x", ends["float32"][1], "reference", dash=":")
+        panel.rule("x", ends["float32"][1], "reference", dash=":", label="mean of float32")
     verdicts = shown.summary("accuracy")["verdict"]
     found = "; ".join(f"{n} {ends[n][1]:.1f}, {verdicts[n]}" if values[n] else f"{n} not yet" for n in cells)
     many = counted(left, "network")

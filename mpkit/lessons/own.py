@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mpkit.view import LINES, Sheet, exponents, fitted, linear, log2
+from mpkit.view import LINES, Sheet, exponents, fitted, log2
+from mpkit.view.intervals import axis
 
 
 def picture(
@@ -25,11 +26,10 @@ def picture(
         raise ValueError(f"need lines with a finite number and {len(place)} places, got {[*map(len, values.values())]}")
     see, ends = Sheet(), (min(real), max(real))
     see.grid(300, 840)
-    low, high = fitted(*values.values(), room=1) if powers else (ends[0], max(ends[1], ends[0] + 1e-9))
-    axis: dict[str, Any] = log2(y, low, high) if powers else linear(y, low, high, 5)
-    panel = see.panel(title=title, x=linear(x, float(place[0]), float(place[-1]), 6), y=axis)
+    low, high = fitted(*values.values(), room=1)
+    panel = see.panel(title=title, x=axis(x, place.tolist(), 6), y=log2(y, low, high) if powers else axis(y, real))
     for (name, line), color in zip(values.items(), LINES):
-        panel.line(exponents(line, low, high) if powers else line, place, step="post", width=1.8, label=name, **color)
+        panel.line(exponents(line, low, high) if powers else line, place, step="mid", width=1.8, label=name, **color)
     see.say(f"{', '.join(values)}: {longest} places, from {ends[0]:.4g} to {ends[1]:.4g}.")
     return see
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browser import LOOK, NARROW
@@ -123,3 +124,19 @@ def test_a_ring_from_beyond_the_edge_is_under_the_pointer_after_100_pixels(every
     assert 350 < int(ring.get_attribute("aria-valuenow")) < 400
     tab.mouse.move(at["x"] + 308, at["y"] + 8)
     assert abs(ring.locator("circle").bounding_box()["x"] - at["x"] - 300) < 8
+
+
+def test_a_line_drawn_fast_slowly_or_backwards_is_straight_and_the_same(every, opened):
+    tab, _ = opened(["02_rounding: totals(), Reset"] * 3, "JupyterLab, light", 1280)
+    tab.evaluate("() => models.forEach((model) => { model.send = (told) => { model.told ??= told; }; })")
+    ends = ((300, 250), (700, 90))
+    for k, ((start, end), moves) in enumerate(((ends, 3), (ends, 300), (ends[::-1], 7))):
+        tab.locator(".mpk-over").nth(k).scroll_into_view_if_needed()
+        box = tab.locator(".mpk-over").nth(k).bounding_box()
+        tab.mouse.move(box["x"] + start[0], box["y"] + start[1])
+        tab.mouse.down()
+        tab.mouse.move(box["x"] + end[0], box["y"] + end[1], steps=moves)
+        tab.mouse.up()
+    fast, slow, back = tab.evaluate("() => models.map((model) => Object.values(model.told.ask.set.drawn))")
+    assert fast == slow == back
+    assert np.ptp(np.diff(fast[1:-1])) < 0.03  # the first and the last point lie beside their ends

@@ -30,12 +30,10 @@ TOOLS = {
     "views": ["tests/page/measure_views.py"],
 }
 USUAL = {  # what each is given where nothing is asked
-    "mutants": ["--sample", "200"],
-    "other_machines": ["--only", "seed"],
-    "compat": ["--share", "0.05", "--minutes", "10"],
-    "soak": ["--kernels", "10", "--minutes", "2"],
+    "mutants": ["--sample", "200"], "other_machines": ["--only", "seed"],
+    "compat": ["--share", "0.05", "--minutes", "10"], "soak": ["--kernels", "10", "--minutes", "2"],
     "views": ["--out", "data/benchmarks/views.json"],
-}
+}  # fmt: skip
 
 
 def main(asked: list[str]) -> int:

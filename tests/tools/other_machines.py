@@ -89,14 +89,9 @@ def differing(variant: Variant, jobs: int, paths: Sequence[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         # torch keeps what it compiled for other runs, and does not ask for which instruction set that was
         compiled = {"TORCHINDUCTOR_CACHE_DIR": folder} if variant.variables else {}
-        done = subprocess.run(
-            [*python, "-n", str(jobs), "--dist", "loadfile", *ignored, *paths],
-            env=own | compiled | variant.variables,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        command = [*python, "-n", str(jobs), "--dist", "loadfile", *ignored, *paths]
+        given = own | compiled | variant.variables
+        done = subprocess.run(command, env=given, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 0:
         return []
     print(done.stdout[-20_000:], flush=True)

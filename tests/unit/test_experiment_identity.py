@@ -100,18 +100,13 @@ def helper(x):
 
 PAIRS = [
     (torch.empty(2, device="meta"), torch.empty(3, device="meta")),
-    (np.random.default_rng(0), np.random.default_rng(1)),
-    ({"k": 1}.get, {"k": 2}.get),
+    (np.random.default_rng(0), np.random.default_rng(1)), ({"k": 1}.get, {"k": 2}.get),
     (torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse()),
     (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 3j]).conj()),
-    (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
-    (torch.float16, "float16"),
-    (1, True),
-    ("nan", float("nan")),
-    (FP16, "fp16"),
-    (functools.partial(helper, 1), functools.partial(helper, 2)),
+    (torch.zeros(2), torch.zeros(2, dtype=torch.float64)), (torch.float16, "float16"), (1, True),
+    ("nan", float("nan")), (FP16, "fp16"), (functools.partial(helper, 1), functools.partial(helper, 2)),
     *(tuple(enum.Enum("Mode", {"A": value}).A for value in (1, 2)),),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)

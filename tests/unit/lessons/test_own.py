@@ -11,6 +11,7 @@ def test_it_holds_the_lines_that_it_was_given():
     assert [m["label"] for m in seen.panels[0].marks] == ["yours", "ceiling"]
     assert seen.sentence() == "yours, ceiling: 3 places, from 1 to 8."
     assert seen.table()
+    assert "1 places, from 5 to 5" in picture("step", "y", {"yours": [5.0]}).sentence()
 
 
 @pytest.mark.parametrize("lines", [{}, {"yours": [np.nan]}, {"a": [1.0], "b": [1.0, 2.0]}])
