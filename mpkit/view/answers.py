@@ -104,7 +104,7 @@ def same(value: Any, truth: Any, rel: float, strict: bool = False) -> bool:
     if strict and isinstance(value, str) and not isinstance(truth, str):
         return False
     if isinstance(truth, str | bool):
-        return name(value) == name(truth)
+        return name(value) in (name(truth), {"True": "yes", "False": "no"}.get(str(truth)))
     found = number(value)
     return found is not None and (math.isclose(found, truth, rel_tol=rel) or (found != found and truth != truth))  # NaN
 
@@ -115,7 +115,7 @@ def aside(value: object, truth: object, rel: float) -> str:
     Of verdicts, a list of True and False alone, it says how many are right.
     """
     kinds = {  # of the truth -> does the answer fit, what is asked for
-        bool: (name(value) in ("true", "false"), "True or False is"),
+        bool: (name(value) in ("true", "false", "yes", "no"), "True or False is"),
         str: (len(str(value).split()) <= len(str(truth).split()), "Only the word itself is"),
         list: (isinstance(value, list), 'A list, such as [1, 2] or ["a", "b"], is'),
     }

@@ -616,7 +616,7 @@ function render({ model, el }) {
 		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { at: panels.indexOf(p), m, stroke: {}, panels };
 		// from where it is, also beyond the edge; after 100 pixels it is under the pointer
 		const off = name && drag.m.axis !== "xy" ? drag.value - pulled(drag, x, y) : 0;
-		drag.held = (u, v) => off * max(0, 1 - Math.hypot(u - x, v - y) / 100);
+		drag.held = (u, v) => off * max(0, 1 - abs(drag.m.axis === "x" ? u - x : v - y) / 100);
 		if (name) handles.get(name).g.focus(); else draws(e);
 		unhover(); over.setPointerCapture(e.pointerId); e.preventDefault();
 	});
@@ -704,7 +704,7 @@ function render({ model, el }) {
 		}
 	}
 	function showMessage() { if (!gone) say(get("message")); if (get("message")) answered(); }
-	function answered() { if (!rest && !waiting.length) local = null; draw(); }
+	function answered() { if (!rest && !waiting.length) local = null; draw(); showState(); } // a slider whose handle has come goes
 	on(more, "toggle", () => ask({ table: more.open }));
 	const events = {
 		"msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:index": () => { if (!frame && get("index") !== index) show(get("index")); },
@@ -714,7 +714,7 @@ function render({ model, el }) {
 	for (const [name, does] of Object.entries(events)) // in turn, as unpacking takes a moment
 		model.on(name, events[name] = (...given) => { turn = turn.then(() => does(...given)).catch(reportError); });
 	const size = new ResizeObserver(() => { if (panels.length) hideStored(el); if (abs(stage.clientWidth - seen) > 2) draw(); });
-	for (const name of ["spec", "controls", "message"]) events["change:" + name]();
+	for (const name of ["controls", "spec", "message"]) events["change:" + name]();
 	size.observe(stage);
 	const forget = () => Object.entries(events).forEach(([name, handler]) => model.off(name, handler));
 	return () => { size.disconnect(); cancelAnimationFrame(frame); clearTimeout(timer); forget(); };

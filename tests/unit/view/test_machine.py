@@ -27,7 +27,7 @@ ANSWERS = [  # given, truth, is it right
     (torch.tensor(0.1), 0.1, True), ("0.1", 0.1, True), ([[4]], 4, True), (10.0, 0.1, False),
     ("torch.float16", "float16", True), (torch.float16, "float16", True), ("a and b", ["a", "b"], True),
     ({"a": True, "b": False}, ["a"], True), ({2, 1}, [1, 2], True), ([1.0, 2.0], [2.0, 1.0], False),
-    ("yes", True, False), (math.nan, math.nan, True), (None, 1.0, False),
+    ("yes", True, True), ("no", True, False), ("no", False, True), (math.nan, math.nan, True), (None, 1.0, False),
 ]  # fmt: skip
 
 
