@@ -597,11 +597,11 @@ function render({ model, el }) {
 	}
 	const spot = (e) => { const box = over.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top]; };
 	const panelAt = (x, y) => panels.find((p) => x >= p.left - 8 && x <= p.right + 8 && y >= p.top - 8 && y <= p.bottom + 8);
-	function draws(e) { // the pen: a step that it passes gets the height of its way there, the nearest one that of the pointer
-		const [x, y] = spot(e), { stroke, last } = drag, p = panels[drag.at], m = p.marks.find((q) => q.type === "pen");
+	function draws(e) { // the pen: a step that it has passed gets the height of its way there, the nearest one that of the pointer
+		const [x, y] = spot(e), { stroke, passed, last } = drag, p = panels[drag.at], m = p.marks.find((q) => q.type === "pen");
 		const u = clamp(p.backX(x), 0, m.y.length - 1), v = clamp(p.backY(y), m.lo, m.hi), [a, b] = last ?? [u, v], way = u < a ? -1 : 1; drag.last = [u, v];
-		for (let i = way * Math.floor(way * a + 1); way * i <= way * u; i += way) stroke[drag.passed = i] = +(b + (v - b) * (i - a) / (u - a)).toFixed(2);
-		if (round(u) !== drag.passed) stroke[round(u)] = +v.toFixed(2);
+		for (let i = way * Math.floor(way * a + 1); way * i <= way * u; i += way) passed[i] = +(b + (v - b) * (i - a) / (u - a)).toFixed(2);
+		Object.assign(stroke, passed, { [round(u)]: +v.toFixed(2) });
 		for (const q of panels.flatMap((r) => r.marks)) if (q.type === "pen" && q.name === m.name) Object.assign(q.y, stroke);
 		for (const step of moving) step(index, pos);
 		ask({ set: { [m.name]: stroke } }, stroke);
@@ -613,7 +613,7 @@ function render({ model, el }) {
 		const [x, y] = spot(e), p = panelAt(x, y), name = (ring ?? e.target).closest?.("[data-name]")?.dataset.name, m = p?.marks.find((q) => q.type === "pen");
 		if (!name && !m) return;
 		pause();
-		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { at: panels.indexOf(p), m, stroke: {}, panels };
+		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { at: panels.indexOf(p), m, stroke: {}, passed: {}, panels };
 		// from where it is, also beyond the edge; after 100 pixels it is under the pointer
 		const off = name && drag.m.axis !== "xy" ? drag.value - pulled(drag, x, y) : 0;
 		drag.held = (u, v) => off * max(0, 1 - abs(drag.m.axis === "x" ? u - x : v - y) / 100);
