@@ -158,7 +158,7 @@ def _field(see: Sheet, own: float, compare: str) -> None:
         panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, quiet=True)
         panel.points([mean], [speed], color, glyph="s", size=5.5, label=name, quiet=True)
         # right of O1 stands the line of what is promised
-        panel.text(name, speed, mean, halo=True, color=color, dy=14, beside=-8 if name == "O1" else 8)
+        panel.text(name, speed, mean, halo=True, color=color, dy=21, beside=-8 if name == "O1" else 8)
     speeds, means = np.array(list(at.values())).T
     squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
     sets = [{"compare": name} for name in at]

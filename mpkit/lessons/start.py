@@ -38,8 +38,8 @@ class SteeredScaler(LossScaler):
 
 
 def live_policy(start: int, factor: int, window: int, floor: int, **_: Any) -> ScalePolicy:
-    """The policy of the sliders."""
-    return ScalePolicy.by_factor(2.0**start, float(factor), window, 2.0 ** min(floor, start))
+    """The policy of the sliders; a window that is drawn in below the steps counted so far is full at once."""
+    return ScalePolicy.by_factor(2.0**start, float(factor), window, 2.0 ** min(floor, start), growth_ge=True)
 
 
 def steered(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
