@@ -145,7 +145,7 @@ def dynamics(
         at=np.arange(count), count=np.arange(count) + 1, so_far=np.cumsum(~finite), power=np.log2(scale), scale=scale,
         finite=finite, reasons=reasons, layers=layers, ceiling=ceiling, headroom=headroom, zeros=zeros,
         decided=[f"{r}{'' if ok else ', and the optimizer sees nothing of it'}" for r, ok in zip(reasons, finite)],
-        side=np.where(ceiling > 0, side, "and no scale helps: the loss is not finite"),
+        side=np.where(ceiling > 0, side, "and no scale helps: float16 makes the loss inf or NaN"),
         top=np.log2(bearable), empty=tenths(zeros), plain=tenths(plain),
     )  # fmt: skip
 

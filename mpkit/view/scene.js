@@ -674,7 +674,7 @@ function render({ model, el }) {
 		if (first) { html(tries, "span").append("Try:", first); html(tries, "span").append(...others); }
 		showState();
 	}
-	const pressing = (text) => press(null, raised(text), () => ask({ press: text }, NaN));
+	const pressing = (text) => press(null, raised(text), () => { pause(); ask({ press: text }, NaN); });
 	function showState() {
 		const { values, idle, buttons, busy, progress: value } = get("state");
 		if (buttons.join("\n") !== presses.told) { // a button that stays keeps its node, and its focus

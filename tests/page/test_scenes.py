@@ -89,6 +89,9 @@ def test_a_picture_wider_than_the_screen_shows_its_ring_while_it_plays(every, op
     assert word.inner_text()
     tab.get_by_role("button", name="Reset").click()
     assert not word.inner_text()
+    tab.get_by_role("button", name="Play").click()
+    tab.get_by_role("button", name="Reset").click()
+    assert tab.get_by_role("button", name="Play").count() == 1  # it does not play on
     typed.fill("6")
     typed.press("Enter")
     ring, stage = (tab.locator(name).bounding_box() for name in (".now", ".mpk-stage"))
