@@ -38,7 +38,7 @@ class SteeredScaler(LossScaler):
 
 
 def live_policy(start: int, factor: int, window: int, floor: int, **_: Any) -> ScalePolicy:
-    """The policy of the sliders; a window that is drawn in below the steps counted so far is full at once."""
+    """The policy of the sliders; a window lowered below the steps counted so far is full at once."""
     return ScalePolicy.by_factor(2.0**start, float(factor), window, 2.0 ** min(floor, start), growth_ge=True)
 
 

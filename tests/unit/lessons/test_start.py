@@ -43,7 +43,7 @@ def test_a_steered_scaler_follows_its_policy_and_kicks_between_steps():
     seen = []
     for step, finite in enumerate([True, True, True, False, True, True, True, True, True]):
         kicks[0] = -10 if step >= 2 else 0
-        given |= {"factor": 4 if step >= 3 else 2, "window": 9 if step in (6, 7) else 2}  # drawn in again, it is full
+        given |= {"factor": 4 if step >= 3 else 2, "window": 9 if step in (6, 7) else 2}  # lowered, it is full
         scaler.adjust(torch.tensor(finite))
         seen.append(float(scaler.scale_value))
     assert seen == [2.0**16, 2.0**17, 2.0**7, 2.0**5, 2.0**5, 2.0**7, 2.0**7, 2.0**7, 2.0**9]
