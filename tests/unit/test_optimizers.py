@@ -1,10 +1,11 @@
-"""What every optimizer does: skip, resume, be copied, follow a master, compile, and stay in its memory."""
+"""What every optimizer does: skip, resume, be copied, follow a master, compile, go on after what others write."""
 
 from __future__ import annotations
 
 import copy
 import io
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from support import assert_same, without_a_wait
 from torch import Tensor, nn
 
 from mpkit import optimizers as opt
+from mpkit.boost import GroupLossScaleManager
 from mpkit.optimizers import base
-from mpkit.schedules import PolynomialDecayLR
+from mpkit.policies import preset
+from mpkit.scalers import DynamicLossScaleManager, DynamicLossScaler, PolicyLossScaler, check_and_unscale_
+from mpkit.schedules import CosineDecayLR, PolynomialDecayLR
 
 SIGNED = {"master", "velocity", "moment1", "mean", "before", "average", "linear"}
 DECAYING = {name for name in MEMBERS if not name.startswith("AdaFactor")}
@@ -274,3 +278,122 @@ def test_a_parameter_without_values_is_no_obstacle(make, shape):
     assert full.isfinite().all()
     assert (full < 1).all()
     assert empty.isfinite().all()
+
+
+def one_weight(dtype=torch.float32, value=0.0):
+    return nn.Parameter(torch.full((1,), value, dtype=dtype))
+
+
+def moved(optimizer, p, gradient, found=None):
+    p.grad = torch.full_like(p, gradient)
+    optimizer.found_inf = None if found is None else torch.full((), found, dtype=torch.float32)
+    optimizer.step()
+    return p.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("found", [None, 0.0])
+@pytest.mark.parametrize("make", [lambda p: opt.Momentum(p, 0.125, 0.0), lambda p: opt.SGD(p, 0.125)])
+def test_a_sixteen_bit_weight_written_from_outside_is_where_training_goes_on(make, found, dtype):
+    p = one_weight(dtype)
+    optimizer = make([p])
+    assert moved(optimizer, p, 1.0, found) == -0.125
+    for write in (
+        lambda: p.data.copy_(torch.tensor([5.0])),  # .data: the version counter does not see it
+        lambda: p.data.fill_(5.0),
+        lambda: setattr(p, "data", torch.full((1,), 5.0, dtype=dtype)),
+    ):
+        write()
+        assert moved(optimizer, p, 0.0, found) == 5.0
+        assert moved(optimizer, p, 8.0, found) == 4.0
+
+
+def test_a_network_cast_after_its_optimizer_was_used_trains_on():
+    net = nn.Linear(1, 1, bias=False)
+    net.weight.data.fill_(1.0)
+    optimizer = opt.Momentum(net.parameters(), 0.5, 0.0)
+    moved(optimizer, net.weight, 1.0)
+    net.half()
+    assert moved(optimizer, net.weight, 1.0) == 0.0
+    assert optimizer.state[net.weight]["master"].dtype == torch.float32
+    net.float()
+    assert moved(optimizer, net.weight, 1.0) == -0.5
+    assert "master" not in optimizer.state[net.weight]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: opt.Momentum(p, CosineDecayLR(0.0, 0.1, 4), 0.9, weight_decay=lambda k: 0.1 * (k + 1)), opt.AdaFactor],
+)
+def test_a_compiled_step_follows_schedules_and_decay_functions(make):
+    torch.compiler.reset()
+    a, b = one_weight(value=2.0), one_weight(value=2.0)
+    compiled, eager = make([a]), make([b])
+    step = torch.compile(compiled.step, backend="eager", fullgraph=True)
+    for _ in range(5):
+        a.grad, b.grad = torch.ones(1), torch.ones(1)
+        step()
+        eager.step()
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert compiled.global_step == eager.global_step
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("flags")
+def test_a_schedule_on_the_device_gives_float64_weights_all_their_digits():
+    p = one_weight(torch.float64)
+    optimizer = opt.SGD([p], CosineDecayLR(0.0, 0.1, 10))
+    assert moved(optimizer, p, 1.0, 0.0) == -0.1
+    expected = -0.1 - 0.05 * (1 + math.cos(math.pi / 10))
+    assert moved(optimizer, p, 1.0, 0.0) == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.fixture(params=[torch.float16, torch.bfloat16, torch.float64], ids=str)
+def default_dtype(request):
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+def trained_under(name):
+    """Weights after steps with a skip among them; everything is made inside, with an explicit dtype."""
+    p = nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float32).view(3, 4))
+    options = {} if name in FIXED_RATE else {"lr": CosineDecayLR(0.0, 0.1, 10)}
+    optimizer = MEMBERS[name]([p], **options)
+    for step, found in enumerate((0.0, 1.0, 0.0, 0.0)):
+        p.grad = torch.full_like(p, 0.3) * (step + 1)
+        optimizer.found_inf = torch.full((), found, dtype=torch.float32)
+        optimizer.step()
+    return p.detach(), dict(optimizer.state[p])
+
+
+def scaled_run():
+    found = []
+    policies = [PolicyLossScaler(preset(name)) for name in ("torch", "megatron")]
+    for scaler in (*policies, DynamicLossScaler(8.0, 2, 2)):
+        for finite in (True, False, True, True):
+            scaler.adjust(torch.tensor(finite))
+            found.append(scaler.scale_value.clone())
+    cell, scale = DynamicLossScaleManager(8.0, 2, 2).get_update_cell(), torch.tensor(8.0, dtype=torch.float32)
+    for overflow in (False, False, True):
+        cell(scale, torch.tensor(overflow))
+        found.append(scale.clone())
+    mixed = [torch.ones(2, dtype=dtype) for dtype in (torch.float16, torch.float32, torch.float64)]
+    found += [check_and_unscale_(mixed, torch.tensor(4.0, dtype=torch.float32)), *mixed]
+    weight = nn.Parameter(torch.ones(1, 1, dtype=torch.float32))
+    groups = GroupLossScaleManager(8.0, [[weight]])
+    weight.grad = torch.ones_like(weight)
+    groups.unscale_and_update_()
+    return [*found, groups.scales.clone()]
+
+
+WORK = {**{name: partial(trained_under, name) for name in MEMBERS}, "scales": scaled_run}
+
+
+@pytest.mark.usefixtures("flags", "default_dtype")
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+def test_optimizers_and_scales_do_not_look_at_the_default_dtype(work):
+    under = work()
+    torch.set_default_dtype(torch.float32)
+    assert_same(under, work())  # of the same dtype, too

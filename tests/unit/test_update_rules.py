@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
-from oracles import Make
+from oracles import MEMBERS, Make
 from stepping import give_gradients, parameters, same, snapshot, stepped
+from support import assert_same
 from torch import Tensor, nn
 
 from mpkit import optimizers as opt
@@ -261,6 +263,35 @@ def test_lazy_adam_touches_only_the_rows_of_a_sparse_gradient():
     assert not torch.equal(table.weight[0].detach(), dense[0].detach())  # Adam moved on without a gradient
     with pytest.raises(RuntimeError, match="LazyAdam"):
         opt.Adam(table.parameters()).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_lazy_adam_moves_the_entries_of_a_gradient_with_several_sparse_axes(dtype):
+    p, whole = (nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for _ in range(2))
+    at = torch.tensor([[0, 1, 1], [0, 1, 2]])
+    values = torch.tensor([1.0, -2.0, 0.5], dtype=dtype)
+    lazy, adam = opt.LazyAdam([p], 0.1), opt.Adam([whole], 0.1)
+    for _ in range(2):
+        p.grad = torch.sparse_coo_tensor(at, values, (2, 3))
+        whole.grad = p.grad.to_dense()
+        lazy.step()
+        adam.step()
+    assert (p != 0).sum() == 3
+    assert torch.equal(p, whole)  # where there is no gradient Adam does not move either, from zero moments
+
+
+@pytest.mark.parametrize("size", [2, 2**17], ids=["small", "in lots of its own"])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("kind", ["Momentum", "Adam", "Lamb", "LARS", "AdaFactor"])
+def test_a_sparse_gradient_is_refused_before_anything_moves(kind, grouped, size):
+    a, b = nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(3, 2))
+    optimizer = MEMBERS[kind]([{"params": [a]}, {"params": [b]}] if grouped else [a, b])
+    before = copy.deepcopy(optimizer.state_dict())
+    a.grad, b.grad = torch.ones_like(a), torch.ones(3, 2).to_sparse(1)
+    with pytest.raises(RuntimeError, match="needs dense gradients"):
+        optimizer.step()
+    assert (a == 1).all()
+    assert_same(optimizer.state_dict(), before)
 
 
 @pytest.mark.parametrize("at_hand", [frozenset(), base.AT_HAND], ids=["on a device", "at hand"])
