@@ -152,6 +152,7 @@ def _plane(see: Sheet, path: Path, earlier: np.ndarray) -> np.ndarray:
     across, up = linear("along component 1", low[0], high[0], 6), linear("along component 2", low[1], high[1], 5)
     plane = see.panel(title="loss on the plane, nats, and the paths", x=across, y=up)
     for level, line in contours().items():
+        line = np.where(((low <= line) & (line <= high)).all(1, keepdims=True), line, np.nan)
         plane.line(line[:, 1], line[:, 0], "muted/0.75", width=0.9)
         places = line[((low + 1.5 < line) & (line < high - 1.5)).all(1)]
         if len(places):

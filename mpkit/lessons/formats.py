@@ -167,9 +167,9 @@ def _bit_row(see: Sheet, form: FloatFormat, pattern: int, wide: int) -> None:
 def _whole_format(see: Sheet, form: FloatFormat, value: float, nan: bool) -> None:
     least, most = form.min_subnormal_exponent, form.max_exponent
     title = f"all of {form.name}; each tick is a power of two"
-    whole = see.panel(1, title=title, x=log2("magnitude", least - 4, most + 3), y=space(0, 1))
-    unnamed = ("zero", "subnormal", "overflow") if most - least > 54 else ()  # no room for their names
-    regions(whole, "x", *edges(form), **dict.fromkeys(unnamed, ""))
+    beyond = 4 + (most - least) // 20  # room for the names of both ends
+    whole = see.panel(1, title=title, x=log2("magnitude", least - beyond, most + beyond), y=space(0, 1))
+    regions(whole, "x", *edges(form), **{"subnormal": ""} if form.fraction_bits < (most - least) / 10 else {})
     powers = range(least, most + 1)
     whole.points([0.28] * len(powers), powers, "ink", glyph="|", size=6, width=1.2)
     if value and not nan:
@@ -197,8 +197,7 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, value: float, near: 
         line.points([height] * len(values), values, "ink", glyph="|", size=9, width=1.6)
         if low <= (kept := value_of(stored, other)) <= high:
             line.points([height], [kept], "reference", glyph="D", size=4.5, label="stored", told=f"{kept:.7g}")
-        text = "" if values else f"{name} has no value so near"
-        text = "its nearest values" if len(values) > 60 else text
+        text = "its nearest values" if len(values) > 60 else "" if values else f"{name} has no value so near"
         line.text(text, low, height, beside=6, dy=-17 if values else 0, color="muted", halo=True)
     # from zero, where one ulp ends at the next number, but not beyond what the picture can hold
     away = -1 if (math.copysign(1, value) < 0) != (abs(value) + gap > FLOAT32_MAX) else 1

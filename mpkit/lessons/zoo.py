@@ -140,8 +140,8 @@ def naive(see: Sheet, start=16, loss=2.3, decay=0.0, ceiling=18) -> None:
     panel = see.panel(title="two rules for the loss scale", x=linear("step", 0, SPAN, 8), y=y)
     panel.span("y", ceiling, high, "overflow/0.15", "gradients overflow")
     panel.span("y", low, -24, "zero/0.15")
-    corner: dict[str, Any] = {"anchor": "start", "valign": "bottom", "dx": 6, "dy": -3}  # which no line comes near
-    panel.text("below the smallest float16", 0, low, **corner)
+    # in the corner that no line comes near
+    panel.text("below the smallest float16", 0, low, anchor="start", valign="bottom", dx=6, dy=-3)
     look: dict[str, Any] = {"width": 2.2, "tag": True}
     panel.line(exponents(losses, low, high), color="reference", dash=":", label="loss", **look)
     panel.line(exponents(scale, low, high), color="overflow", dash="--", label="naive rule", **look)

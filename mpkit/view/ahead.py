@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpkit.arguments import is_number
-from mpkit.view.controls import Range
+from mpkit.view.controls import Range, power
 
 
 def moves(view: Any, name: str) -> dict[float, dict[str, Any]]:
@@ -35,7 +35,7 @@ def moves(view: Any, name: str) -> dict[float, dict[str, Any]]:
     else:
         places = [nine(v) for v in control.grid(view.maker.defaults[name])] if isinstance(control, Range) else []
     near = sorted(places, key=lambda place: abs(place - now)) if is_number(now) else places
-    does = dict(zip(places, mark.get("sets", [{name: 2.0**p if mark.get("log2") else p} for p in places])))
+    does = dict(zip(places, mark.get("sets", [{name: power(2, p) if mark.get("log2") else p} for p in places])))
     return {p: {name: {view.index: p}} if mark.get("gesture") else does[p] for p in near}
 
 

@@ -12,6 +12,15 @@ import numpy as np
 from mpkit.arguments import is_number
 
 
+def power(base: float, exponent: float) -> float:
+    """A power: of a whole exponent exact, of others to four digits.
+
+    >>> power(2, -6), power(2, 3.25)
+    (0.015625, 9.514)
+    """
+    return float(base**exponent if exponent == round(exponent) else f"{base**exponent:.4g}")
+
+
 class Control:
     """A parameter without a line in the form: pressed boxes, buttons and work set it, and no reader types it."""
 
@@ -68,8 +77,7 @@ class Range(Control):
         low, start, high = (math.log(v, self.log) if self.log else float(v) for v in (self.low, default, self.high))
         ranks = range(math.ceil((low - start) / step - 1e-9), math.floor((high - start) / step + 1e-9) + 1)
         places = [round(start + k * step, 9) for k in ranks]
-        if self.log:  # powers with a whole exponent are exact, others have four digits
-            places = [v if v.is_integer() else float(f"{v:.4g}") for v in (float(self.log**x) for x in places)]
+        places = [power(self.log, x) for x in places] if self.log else places
         return sorted({*map(kind, ends), *(kind(round(v) if kind is int else v) for v in np.clip(places, *ends))})
 
 

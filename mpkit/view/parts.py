@@ -30,12 +30,13 @@ def zones(ends: Iterable[float]) -> list[tuple[float | None, str]]:
 def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float, /, **said: str) -> None:
     """Colour and name zero, subnormal, normal and overflow along an axis of powers of two; the edges are exponents.
 
-    `said` are other names of the four, "" for none.
+    `said` are other names of the four; one that is "" stands in the legend by its role.
     """
     ends = sorted((panel.given[axis]["lo"], panel.given[axis]["hi"]))
     look = {"anchor": "end"} if axis == "y" else {}  # bars begin at the left
     for role, low, high in zip(FATES, (ends[0], lost, normal, overflow), (lost, normal, overflow, ends[1])):
-        panel.span(axis, low, high, f"{role}/0.14", said.get(role, role), **look)
+        name = said.get(role, role)
+        panel.span(axis, low, high, f"{role}/0.14", name, **look if name else {"label": role})
 
 
 def last_row(trace: Trace) -> np.ndarray:
@@ -78,7 +79,6 @@ def loss_and_scale(see: Sheet, runs: Any, first: int, last: int, also: Sequence[
         n = min(len(run.losses), len(run.scales))
         steps = np.arange(min(first, n), n)
         look: dict[str, Any] = {"color": color, "dash": dash, "width": 2.2 if color == "own" else 1.6}
-        look |= {"glyph": "o"} if len(steps) == 1 else {}  # a line of one point would not be seen
         loss.line(np.clip(np.nan_to_num(run.losses[first:n], nan=3, posinf=3), 0, 3), steps, label=name, **look)
         at = exponents(run.scales[:n], low, high)
         panel.line(at[first:], steps, step="post", label=name, **look)

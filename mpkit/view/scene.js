@@ -580,7 +580,7 @@ function render({ model, el }) {
 		if (name === spec.index?.name) return go(to - spec.index.first);
 		pause();
 		h.sent = true; // stays where it is put until drawn there
-		const { m } = h, value = m.gesture ? { [index]: to } : m.log2 ? 2 ** to : to;
+		const { m } = h, value = m.gesture ? { [index]: to } : m.log2 ? +(2 ** to).toPrecision(to % 1 ? 4 : 17) : to;
 		const sets = m.sets ? m.sets[round((to - m.lo) / m.step)] : m.turns ? polar(m, to) : { [name]: value };
 		choose(name, to, { set: sets }, m.gesture ? name + index : name);
 	}

@@ -169,8 +169,9 @@ class Panel:
         self.marks.append({"type": kind, **given})
 
     def line(self, y: ArrayLike, x: ArrayLike | None = None, color: str = "own", **look: object) -> None:
-        """A line through (x, y), x = 0, 1, 2 ... by default; `step` "mid" or "post" makes stairs of it."""
-        self.add("line", x=x, y=y, color=color, **look)
+        """A line through (x, y), x = 0, 1, 2 ... by default; `step` "mid" or "post" makes stairs of it. One point is a
+        dot, as a line of it would not be seen."""
+        self.add("line", x=x, y=y, color=color, **{"glyph": "o" if np.size(y) == 1 else None} | look)
 
     def points(self, y: ArrayLike, x: ArrayLike | None = None, color: object = "own", **look: object) -> None:
         """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several."""
@@ -190,6 +191,7 @@ class Panel:
         """A region across the panel, named at its top (axis "x") or left (axis "y"); nothing where it is empty.
 
         On axis "y" `anchor="end"` names it at the right. Where the name has no room it stands upright, or is left out.
+        `label` names it in the legend instead.
         """
         x, y = self.given["x"], self.given["y"]
         a, b = sorted((self.given[axis]["lo"], self.given[axis]["hi"]))
@@ -197,7 +199,7 @@ class Panel:
         if high <= low:
             return
         across = ([low], [y["lo"]], [high], [y["hi"]]) if axis == "x" else ([x["lo"]], [low], [x["hi"]], [high])
-        self.boxes(*across, fill=color, quiet=True)
+        self.boxes(*across, fill=color, label=look.get("label"), quiet="label" not in look)
         room: dict[str, Any] = {"room": [axis, low, high], "valign": "top"}
         if text and axis == "x":
             room["narrow"] = {"valign": "middle", "rotate": 90, "anchor": "end", "dy": 8}
