@@ -67,6 +67,8 @@ def test_a_loss_outside_of_the_network_is_advised_to_compute_in_float32() -> Non
     assert [cure.kind for cure in report.cures] == ["loss", "bfloat16"]
     wide = diagnose(network, batch, lambda out: loss((out[0].float(),)), level="auto", scale=1.0)
     assert wide.verdict == "healthy"
+    steep = diagnose(network, batch, lambda out: (out[0] * 0).sqrt().sum(), level="auto", scale=1.0)
+    assert (steep.module, steep.gradient_of) == ("(loss function)", "sqrt")
 
 
 HINTED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {

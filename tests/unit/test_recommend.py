@@ -64,7 +64,7 @@ def spread(key: str, share: str, lost: str, static: float = 2.0**15) -> str:
 
 
 def tiny(count: int) -> Trace:
-    return trace_of([torch.cat([torch.ones(100 - count), torch.full((count,), 2.0**-45)])] * 8)
+    return trace_of([torch.cat([torch.ones(100 - count), torch.full((count,), 2.0**-45)])] * 4)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def tiny(count: int) -> Trace:
         (trace_of([ONE * 2**29] * 8, scale=2.0**-20), "fp16", 2.0**-14, 10, [spread("loses", "0 %", "0 %", 2.0**-14), said("skipped", skipped=0, steps=8)]),
         (trace_of([ONE * 2**-32] * 8), "fp16", 2.0**24, 2, [spread("loses", "0 %", "0 %", 2.0**24), said("skipped", skipped=0, steps=8)]),
         (trace_of([ONE * 2**30, ONE * 0] * 4, scale=2.0**-20), "bf16", None, None, [said("too_large", lowest=2.0**-14), IN_BF16]),
-        (tiny(5), "fp16", 2.0**15, 10, [spread("loses", "0 %", "5.0 %"), said("skipped", skipped=0, steps=8)]),
+        (tiny(5), "fp16", 2.0**15, 5, [spread("loses", "0 %", "5.0 %"), said("skipped", skipped=0, steps=4)]),
         (tiny(6), "bf16", None, None, [spread("too_wide", "0 %", "6.0 %"), IN_BF16]),
         (trace_of(([FAR] * 3 + [FAR * torch.tensor([2.0**10, 1.0])]) * 5), "fp16", 2.0**15, 5, [spread("loses", "25.0 %", "0 %"), said("skipped", skipped=5, steps=20)]),
         (trace_of([ONE] * 8, activations=trace_of([OUTPUTS]).gradients), "bf16", None, None, [*(said("output_left", name=n) for n in "abc"), IN_BF16]),
