@@ -227,7 +227,7 @@ class AdaFactor(Optimizer):
 
     def first(self, slot: str, weight: Tensor, group: Group) -> Tensor:
         mean_over = {"row": -1, "column": -2}
-        return torch.zeros_like(weight.sum(mean_over[slot]) if slot in mean_over else weight)
+        return super().first(slot, weight.sum(mean_over[slot]) if slot in mean_over else weight, group)
 
     def update(self, u: Update) -> None:
         step, sizes = self._normalized(u), [math.sqrt(w.numel()) for w in u.w.xs]

@@ -80,7 +80,7 @@ class Ranges:
 
         Rows with inf or NaN only know the power of two: they give the upper edge of the highest occupied bin.
         """
-        clean = (self.nonfinite == 0) & np.isfinite(self.largest)
+        clean = np.isfinite(self.largest)
         exact = np.where(clean, self.largest.astype(np.float64), 0.0).max(axis=1, initial=0.0)
         occupied = (self.counts > 0) & ~clean[:, :, None]
         edges = np.exp2(self.exponents + 1.0)

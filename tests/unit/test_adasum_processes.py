@@ -99,7 +99,7 @@ def everything(rank: int, world: int) -> dict[str, Any]:
     return {act.__name__: act(rank, world) for act in (merge, train, reduce_dimensions, mismatched)}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[1, 2, 4])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]]]:
     """One launch of everything: (world, what each rank saw)."""
     world = request.param
@@ -142,7 +142,7 @@ def test_dimension_reduction_over_ranks_equals_one_process(run: tuple[int, list[
 
 def test_other_shapes_in_another_process_are_told_to_all(run: tuple[int, list[dict[str, Any]]]) -> None:
     for seen in run[1]:
-        assert "same parameters, in the same order" in seen["mismatched"][0]
+        assert "same parameters, in the same order" in "".join(seen["mismatched"]) or run[0] == 1
 
 
 @pytest.mark.slow

@@ -180,9 +180,9 @@ def test_what_is_not_finite_makes_an_mx_block_nan_and_its_neighbours_not(value):
 
 
 def test_not_finite_elements_in_nvfp4_and_fp8_blocks_as_hardware_has_them():
-    x = torch.tensor([[1.0, math.nan, 2.0, -1.0]])
+    x = torch.tensor([[0.25, math.nan, 0.5, -0.25]])
     four = quantize_blocks(x, NVFP4)
-    assert four.tensor_amax == 2  # the maximum drops NaN
+    assert four.tensor_amax == 0.5  # the maximum drops NaN
     assert four.codes()[0].tolist()[1] == 7
     eight = quantize_blocks(x, BLOCK_FORMATS["fp8_1x128"])
     assert eight.dequantize().isnan().tolist() == [[False, True, False, False]]
@@ -227,7 +227,7 @@ def test_formats_are_data():
     assert INT8.rounded(torch.tensor([1.999, -2.5, 1.5 / 64, 2.5 / 64])).tolist() == [127 / 64, -2.0, 2 / 64, 2 / 64]
     assert BlockFormat("mine", E2M1, (1, 16), E4M3FN, tensor_scale=True).scale_rounding == "te"
     assert MXFP6_E2M3.bits_per_element == 6.25
-    assert (E8M0.has_inf, E8M0.has_nan) == (False, True)
+    assert (E8M0.has_inf, E8M0.has_nan, E8M0.min_normal, E8M0.max) == (False, True, 2.0**-127, 2.0**127)
     even = BlockFormat("tie", E2M1, (1, 16), E4M3FN, "4over6_mae_256", tensor_scale=True)
     assert quantize_blocks(6 * torch.eye(1, 16), even).elements.max() == 6.0  # 4 of a larger scale is as near
 
