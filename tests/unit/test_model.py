@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from mpkit import optimizers
 from mpkit.model import METRICS, Callback, Checkpoint, LossMonitor, Metric, Model, ProgressBar
 from mpkit.policies import ScalePolicy, preset
-from mpkit.scalers import DynamicLossScaleManager, PolicyLossScaler
+from mpkit.scalers import DynamicLossScaleManager, FixedLossScaleManager, PolicyLossScaler
 from mpkit.step import Hook, TrainOneStepWithLossScaleCell, WithLossCell
 
 
@@ -263,6 +263,10 @@ def test_a_checkpoint_of_another_network_changes_nothing(tmp_path):
     torch.save(ours.network.state_dict(), path)
     with pytest.raises(ValueError, match=r"not written by Model.save; load weights alone with network.load_state_dict"):
         ours.load(path)
+    bare, drops = model(manager=None), model(manager=None, loss_scale_manager=FixedLossScaleManager(8.0, True))
+    for saves, loads in ((bare, drops), (drops, bare)):  # whose manager has no tensors: neither is refused
+        saves.save(path)
+        loads.load(path)
 
 
 def test_a_checkpoint_is_written_every_so_many_steps_and_not_after_an_error(tmp_path):

@@ -93,16 +93,15 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_on_bfloat16_holds_float32_of_one_parameter_after_the_other(way):
-    weights = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (*[1000] * 8, *[250] * 32)]
-    lots = []  # of a step: the decay is asked for once in each
+    weights, lots = [nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for n in (*[1000] * 8, *[250] * 32)], []
+    # the decay is asked for once in each lot
     optimizer = BFloat16Weights(
         opt.Momentum(weights, 0.5, 0.0, weight_decay=lambda step: lots.append(step) or 0.0), way
     )
     stepped(optimizer)
-    lots.clear()
     with Peak() as peak:
         optimizer.step()
-    assert len(lots) == 16  # not 40: small ones are together
+    assert len(lots) == 2 * 16  # not 40 a step: small ones are together
     assert 0 < peak.most <= 8 * 4 * 1000  # all at once would hold 16 weights and 16 gradients of 4000 bytes
 
 
