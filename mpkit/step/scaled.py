@@ -71,7 +71,7 @@ class ScaledStep(Step):
     ) -> None:
         self.optimizers = own = _listed(optimizers)
         scaling = scaling_of(scale_sense, device_of(parameters_of(own[0])))
-        rule = scale_sense if hasattr(scale_sense, "load_state_dict") and not scaling.groups else None
+        rule = scale_sense if hasattr(scale_sense, "load_state_dict") else None
         updates = [Update(optimizer) for optimizer in own]
         super().__init__(updates, scaling, parts=0 if average else 1, skip=skip, average=average, rule=rule)
 

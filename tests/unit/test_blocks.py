@@ -327,7 +327,7 @@ def test_an_integer_format_has_24_bits_at_most_and_may_have_none_before_its_poin
     assert IntFormat("int24", 24, 24).max == 0.5 - 2.0**-24
 
 
-@pytest.mark.parametrize("element", [INT8, IntFormat("int4", 4, 2), FloatFormat("e2m1i", 2, 1)], ids=lambda e: e.name)
+@pytest.mark.parametrize("element", [INT8, IntFormat("int2", 2, 0), FloatFormat("e2m1i", 2, 1)], ids=lambda e: e.name)
 def test_a_scale_below_the_normal_numbers_is_no_zero(element: FloatFormat | IntFormat):
     """The largest element over the largest float32 is subnormal; its power of two is 2**-127 and not 0."""
     fmt = BlockFormat("x", element, (1, 32), E8M0, "te")

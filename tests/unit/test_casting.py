@@ -70,10 +70,7 @@ def shared() -> nn.Module:
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "convolutional": (convolutional, lambda: ((torch.randn(3, 1, 6, 6),), {})),
-    "functions": (
-        Functions,
-        lambda: ((torch.randn(5, 4),), {"index": torch.arange(5), "extra": {"x": torch.ones(2)}}),
-    ),
+    "functions": (Functions, lambda: ((torch.randn(5, 4),), {"index": torch.arange(5), "extra": {"x": torch.ones(2)}})),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
         lambda: ((torch.randn(2, 5, 8),), {}),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mpkit.boost import GroupLossScaleManager
 from mpkit.boost.group_loss_scale import GROWTH, SHRINK
+from mpkit.step import ScaledStep
 
 
 class Chain(nn.Module):
@@ -114,10 +115,12 @@ def test_a_loss_that_is_not_finite_shrinks_the_last_group() -> None:
 
 def test_the_scales_travel_in_the_state_and_stay_float32_when_the_network_is_cast() -> None:
     net, _ = chain(2, init=4096.0)
-    net.manager.update_loss_scale_status(1, GROWTH)
     other, _ = chain(2, init=8.0)
-    other.load_state_dict(net.state_dict())
-    assert torch.equal(other.manager.table, net.manager.table)
+    step, twin = (ScaledStep(torch.optim.SGD(n.parameters(), 0.1), n.manager) for n in (net, other))
+    for one, two in ((net, other), (step, twin)):  # either is enough
+        net.manager.update_loss_scale_status(1, GROWTH)
+        two.load_state_dict(one.state_dict())
+        assert torch.equal(other.manager.table, net.manager.table)
     other.half()
     assert other.layers[0].weight.dtype == torch.float16
     assert torch.equal(other.manager.table, net.manager.table)

@@ -197,3 +197,4 @@ def test_all_that_is_found_at_once_in_order(level: str, cast: str, bad: float) -
     ]
     told = [(f.severity, f.where, f.what) for f in found]
     assert told == [(s, where, WORDS["preflight"][key]["what"].format(**values)) for s, where, key, values in wanted]
+    assert sum(cast in f.way_out for f in found) == 2

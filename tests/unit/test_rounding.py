@@ -26,7 +26,9 @@ def named(value) -> str:
 
 
 @pytest.mark.parametrize("mode", EXACT_MODES)
-@pytest.mark.parametrize("fmt", [FP16, E5M2, E4M3FN, E2M1, E3M2, TF32, BF16, get_format("e6m20")], ids=named)
+@pytest.mark.parametrize(
+    "fmt", [FP16, E5M2, E4M3FN, E2M1, E3M2, TF32, BF16, get_format("e6m20"), FloatFormat("own", 8, 23)], ids=named
+)
 def test_the_fast_way_equals_the_float64_way_on_random_bit_patterns(fmt, mode):
     x = random_patterns(100_000, seed=10)
     x = x[x.abs() <= fmt.max]  # a block with one value beyond goes the long way

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stepping import same
 from support import assert_same, without_a_wait
 from torch import nn
 
@@ -67,10 +68,6 @@ def cell_for(optimizer="torch SGD momentum", sense="dynamic cell", seed=0, **opt
 
 def weights(module):
     return [p.detach().clone() for p in module.parameters()]
-
-
-def same(left, right):
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
 
 
 # --- what a step computes

@@ -130,6 +130,11 @@ def test_what_no_level_reaches_and_what_would_train_nothing_is_refused_before_a_
         assert shape_of(net, optimizer) == before
 
 
+def test_a_manager_in_place_of_its_cell_is_refused():
+    with pytest.raises(TypeError, match="update cell"):
+        ScaledStep(torch.optim.SGD([one_weight()], 0.1), FixedLossScaleManager(8.0))
+
+
 # --- checkpoints
 
 
