@@ -60,6 +60,7 @@ def test_a_resumed_recording_goes_on_at_its_step():
     recorder = Recorder(net, amaxes=True)
     run(net, recorder, range(2))
     saved, state = recorder.state_dict(), copy.deepcopy(net.state_dict())
+    assert 0 <= saved["seconds"] < 600
     run(net, recorder, range(2, 4))
     whole = recorder.amax_trace()
 

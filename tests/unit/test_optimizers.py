@@ -338,8 +338,7 @@ def test_a_schedule_on_the_device_gives_float64_weights_all_their_digits():
     p = one_weight(torch.float64)
     optimizer = opt.SGD([p], CosineDecayLR(0.0, 0.1, 10))
     assert moved(optimizer, p, 1.0, 0.0) == -0.1
-    expected = -0.1 - 0.05 * (1 + math.cos(math.pi / 10))
-    assert moved(optimizer, p, 1.0, 0.0) == pytest.approx(expected, rel=1e-15)
+    assert moved(optimizer, p, 1.0, 0.0) == pytest.approx(-0.1 - 0.05 * (1 + math.cos(math.pi / 10)), rel=1e-15)
 
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16, torch.float64], ids=str)

@@ -330,9 +330,7 @@ def test_all_finite_looks_into_compressed_and_8_bit_tensors():
 @pytest.mark.parametrize(
     "sent",
     [
-        lambda scaler, shape: scaler.scale(
-            tuple(torch.ones(2, device="meta")) if shape else torch.ones((), device="meta")
-        ),
+        lambda scaler, shape: scaler.scale(tuple(torch.ones(2).to("meta")) if shape else torch.ones(()).to("meta")),
         lambda scaler, shape: scaler.adjust(torch.ones(shape, dtype=torch.bool, device="meta")),
     ],
     ids=["a loss", "a verdict"],
@@ -355,6 +353,8 @@ def test_a_scaler_goes_where_the_loss_is_with_all_that_it_counts(make: Any, sent
     assert {t.device.type for t in [*held, *live.counts.values()]} == {"meta"}
     if live.shape:
         assert live.policy.init_scale.device.type == "meta"
+        first, second = make().scale((torch.tensor(1.0), torch.ones(3)))
+        assert (first.tolist(), second.tolist()) == (2.0**16, [2.0] * 3)
 
 
 # --- a scale by itself -----------------------------------------------------------------------------------------------
