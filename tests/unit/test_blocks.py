@@ -266,7 +266,7 @@ def test_bad_input_is_refused_with_the_way_out():
         (lambda: hadamard(x, 3), ValueError, "dim must lie"),
         (lambda: round_with_bits(x, FloatFormat("odd", 8, 16), bits), ValueError, "at most 15 fraction bits, odd has"),
         *((lambda f=f: f.decode(torch.tensor([0, 256])), ValueError, f"patterns of {f.name}") for f in (E8M0, INT8)),
-        *((lambda v=v: INT8.encode(torch.tensor([0.5, v])), ValueError, "is not a value of") for v in (2.0, math.nan)),
+        *((lambda v=v: INT8.encode(torch.tensor([0.5, v])), ValueError, "not a value of") for v in (2, -3, math.nan)),
         *((lambda b=b: IntFormat("x", *b), ValueError, "bits must be") for b in ((1, 0), (25, 6), (8, 9), (8, -1))),
         *(
             (lambda call=call: call(sparse, *DENSE[call]), TypeError, r"need a dense tensor, got a sparse_\w+ one")

@@ -50,10 +50,10 @@ def test_deepspeed_dies_at_infinity_even_when_hysteresis_would_let_the_overflow_
 @pytest.mark.parametrize("vector", [False, True])
 def test_a_tolerance_is_a_share_of_the_steps_since_the_last_change(vector):
     policy, steps = ScalePolicy(init_scale=64.0, growth_interval=9, tolerance=0.5), [True] * 2 + [False] * 4 + [True]
-    policy = stack([policy, preset("torch")]) if vector else policy
-    found = run(policy, steps).scale
+    found = run(stack([policy, preset("torch")]) if vector else policy, steps).scale
     # 1 of 3, then 2 of 4 bad steps; counted anew after it backs off: 1 of 1, and again
     assert (found[:, 0] if vector else found).tolist() == [64, 64, 64, 32, 16, 8, 8]
+    assert run(ScalePolicy(init_scale=64.0, hysteresis=3, tolerance=0.0), [False] * 2).scale.tolist() == [32, 16]
 
 
 def test_what_all_policies_of_a_vector_agree_on_stays_a_number_but_for_where_they_start():
