@@ -146,7 +146,8 @@ def test_every_float_dtype_and_device(fmt):
 
 
 @given(values=st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=32), rule=st.sampled_from(RULES[:3]))
-@example(values=[256.0, math.nextafter(1 + 2.0**-4, 2)], rule="floor")  # beside a tie, which it would be in float32
+# a tie, and beside a tie, which it would be in float32
+@example(values=[256.0, 1 + 2.0**-4, math.nextafter(1 + 2.0**-4, 2)], rule="floor")
 def test_float64_is_rounded_once(values, rule):
     x = torch.tensor(values, dtype=torch.float64)
     q = quantize_blocks(x, replace(MXFP8_E4M3, scale_rounding=rule))

@@ -51,7 +51,7 @@ def test_a_schedule_stays_on_the_gpu(schedule):
 def test_a_chain_of_a_list_needs_no_entry_after_its_switch():
     chain = s.ListedLR((0.1, 0.2)).then(s.WarmUpLR(1.0, 2), at=2)
     assert chain(torch.arange(4)).tolist() == pytest.approx([0.1, 0.2, 0.0, 0.5])
-    assert [chain(k) for k in range(4)] == [0.1, 0.2, 0.0, 0.5]
+    assert [*map(chain, range(4)), s.WarmUpLR(1.0, 2)(0.5)] == [0.1, 0.2, 0.0, 0.5, 0.25]
 
 
 def test_a_list_raises_past_its_end_and_a_tensor_keeps_the_last():
