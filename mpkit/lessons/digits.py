@@ -65,8 +65,7 @@ def computed_in(dtype: str, device: torch.device) -> torch.dtype | FloatFormat:
     Most processors have no products in float16, and torch is then about five times as slow as an emulation with the
     same range and the same rounding.
     """
-    half = FP16 if device.type == "cpu" else torch.float16
-    return half if dtype == "float16" else torch.bfloat16
+    return (FP16 if device.type == "cpu" else torch.float16) if dtype == "float16" else torch.bfloat16
 
 
 def training(

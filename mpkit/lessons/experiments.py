@@ -89,10 +89,12 @@ def own_experiment(
 
     A press on a row chooses its cell or leaves it out. Stop ends after the current run, and Run goes on with the
     missing runs; a run is made once, whatever cells and seeds are chosen later. Of the recorded runs the first
-    `recorded_seeds` are shown. `left_out` are the numbers of the cells that are not ticked. Numbers: `results`, and
-    `left`, the runs that Run would make: those made since the kernel started are not made again.
+    `recorded_seeds` are shown, of the reader's own the first `seeds`. `left_out` are the numbers of the cells that are
+    not ticked. Numbers: `results`, and `left`, the runs that Run would make: those made since the kernel started are
+    not made again.
     """
-    cells, shown = chosen(left_out), results or recorded().first(recorded_seeds)
+    cells, most = chosen(left_out), min(seeds, len(results.seeds)) if results else recorded_seeds
+    shown = (results or recorded()).first(most)
     asked = {(name, seed) for name in cells for seed in range(seeds)}
     left = len(asked - finished[own_folder() / network])
     press = "Run" if left else "" if made == network and asked <= ended(results) else "Show your runs"
@@ -102,7 +104,7 @@ def own_experiment(
     values = {name: accuracies(shown, name) if name in cells else {} for name in CELLS}
     ends = {name: shown.interval(name, "accuracy") if runs else (math.nan,) * 3 for name, runs in values.items()}
     see.grid(398)
-    title = f"your runs: {made}" if results else f"recorded: perceptron, {counted(recorded_seeds, 'seed')}"
+    title = f"{f'your runs: {made}' if results else 'recorded: perceptron'}, {counted(most, 'seed')}"
     told, every = [f"{'☑' if name in cells else '☐'} {name}" for name in CELLS], np.arange(len(CELLS))
     x = axis("accuracy on the test digits, percent", [v for n in CELLS for v in (*values[n].values(), *ends[n])])
     panel = see.panel(title=title, x=x, y=names(told, down=True, bare=False), pad=beside(told))

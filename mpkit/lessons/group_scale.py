@@ -47,8 +47,7 @@ def gradient_trace(depth: int) -> GradientTrace:
     layers, largest, values = [*network][1:], [], []
     every = (t.split(BATCH) for t in digits("train", size=8))
     for images, labels in [*zip(*every)][:DISTINCT]:
-        start = images.flatten(1).requires_grad_()
-        between = [*accumulate(layers, lambda x, layer: layer(x), initial=start)]
+        between = [*accumulate(layers, lambda x, layer: layer(x), initial=images.flatten(1).requires_grad_())]
         found = torch.autograd.grad(nn.functional.cross_entropy(between[-1], labels), [*between, *parameters])
         flow, own = found[: len(between)], found[len(between) :]
         groups = [(flow[2 * a : 2 * b + 1], own[2 * a : 2 * b]) for a, b in pairwise(ends)]

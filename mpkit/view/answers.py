@@ -104,6 +104,7 @@ def same(value: Any, truth: Any, rel: float, strict: bool = False) -> bool:
     if strict and isinstance(value, str) and not isinstance(truth, str):
         return False
     if isinstance(truth, str | bool):
+        value = bool(value) if strict and isinstance(value, int) else value  # what Python takes for one
         return name(value) in (name(truth), {"True": "yes", "False": "no"}.get(str(truth)))
     found = number(value)
     return found is not None and (math.isclose(found, truth, rel_tol=rel) or (found != found and truth != truth))  # NaN
