@@ -158,8 +158,8 @@ def _main(see: Sheet, used: Any, top: Any, low: int, high: int, ring: Any, finit
     main.band(top, high, label="here it would overflow")
     main.add("pen", y=top, color="overflow", name="drawn", lo=low, hi=high, label="ceiling", width=1.6)
     main.line(used, step="mid", width=2.6, show="upto", label="loss scale", ghost=True)
-    main.crosses(used, skips, "skipped step", "ink", since=skips, size=4.5, show="upto")
     main.points(used, color=["overflow", "own"], hue=finite.astype(np.uint8), ring=ring, size=7, show="at", glide=True)
+    main.crosses(used, skips, "skipped step", "ink", since=skips, size=4.5, show="upto")
     for label, words in notes.items():
         codes, of = np.unique(words.astype(str), return_inverse=True)
         main.add("notes", label=label, told=codes.tolist(), codes=of.astype(np.uint8))
