@@ -174,7 +174,8 @@ def _whole(see: Sheet, used: Any, top: Any, finite: Any, low: int, high: int, st
     whole.line(top, color="overflow", width=1)
     whole.line(used, step="mid", width=1.6)
     whole.crosses(used, np.flatnonzero(~finite), color="ink", size=2.5, width=1.4)
-    whole.handle("x", "step", min(step, len(used) - 1), 0, len(used) - 1, "step")
+    # its ring at the foot, clear of that of the start
+    whole.handle("x", "step", min(step, len(used) - 1), 0, len(used) - 1, "step", foot=True)
     up = 14 * bool(((used > start) & ~finite)[: len(used) // 7].any())  # its name stands above the crosses there
     whole.handle("y", "start", start, 0, 32, "start, 2 to the", cross=0.04 * len(used), note="start", up=up)
 

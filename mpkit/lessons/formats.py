@@ -197,7 +197,7 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, value: float, near: 
         line.points([height] * len(values), values, "ink", glyph="|", size=9, width=1.6)
         if low <= (kept := value_of(stored, other)) <= high:
             line.points([height], [kept], "reference", glyph="D", size=4.5, label="stored", told=f"{kept:.7g}")
-        text = "its nearest values" if len(values) > 60 else "" if values else f"{name} has no value so near"
+        text = f"{name}: nearest values" if len(values) > 60 else "" if values else f"{name} has no value so near"
         line.text(text, low, height, beside=6, dy=-17 if values else 0, color="muted", halo=True)
     # from zero, where one ulp ends at the next number, but not beyond what the picture can hold
     away = -1 if (math.copysign(1, value) < 0) != (abs(value) + gap > FLOAT32_MAX) else 1

@@ -19,7 +19,7 @@ MOMENTS = (0, 60, 240, 720)
 KINDS = ("activations", "weights")
 FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn")
 SCALES = np.arange(-8, 31)
-FIRST, LAST = -46, 26  # exponents on screen; the outermost bars hold all beyond
+FIRST, LAST = -46, 28  # exponents on screen; the outermost bars hold all beyond
 LOST = ("lost", "becomes zero", "zero", "o", None), ("overflow", "overflow", "overflow", "s", "--")  # and how drawn
 TALLEST = 25.1  # percent: the highest bar of all histograms; axes and rings stand above it
 

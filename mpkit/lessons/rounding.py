@@ -87,7 +87,7 @@ def modes(see: Sheet, fmt="fp16", lower="1", offset=0.375, negative=False) -> No
     odds = {v: p for v, p in zip(reached, (1 - chance, chance)) if p}
     panel = _rows(see, form, (x, left, right), results, odds, negative)
     grip: dict[str, Any] = {"cross": -0.75, "step": 1 / 32} | ({"base": 1, "slope": -1} if negative else {})
-    panel.handle("x", "offset", offset, 0, 1, "distance beyond the neighbour nearer to 0, ulp", **grip)
+    panel.handle("x", "offset", offset, 0, 1, "distance beyond the neighbour nearer to 0, ulp", note=f"{x:.7g}", **grip)
     told: dict[str, str] = {mode: f"{v:.8g}" for mode, v in results.items()}
     told["stochastic"] = " or ".join(f"{v:.8g} ({percent(p, 1)})" for v, p in odds.items())
     ends = " and ".join(f"{v:.8g} ({_parity(v, form)})" for v in (left, right))
@@ -107,15 +107,14 @@ def _rows(see: Sheet, form: FloatFormat, place: Any, results: Any, odds: dict[fl
     x, left, right = place
     see.grid(380)
     axis = linear("position between the two neighbours, ulp", -0.7, 1.7, 6)
-    rows = names([mode.replace("_", " ") for mode in [*results, "stochastic"]], down=True, bare=False) | {"hi": -1.7}
+    rows = names([mode.replace("_", " ") for mode in [*results, "stochastic"]], down=True, bare=False) | {"hi": -1.9}
     panel = see.panel(title=f"two neighbours in {form.name}, and where each mode goes", x=axis, y=rows)
     for edge, value in ((0, left), (1, right)):
         panel.rule("x", edge, "ink", width=1.6)
         told = next(text for text in (f"{value:.7g}", f"{value:.4g}") if len(text) < 11)  # two differ in these digits
-        panel.text(f"{told}\n{_parity(value, form)}", edge, -1.2, size=13, beside=8 if edge else -8)
+        panel.text(f"{told}\n{_parity(value, form)}", edge, -1.4, size=13, beside=8 if edge else -8)
     at, last = (x - left) / (right - left), len(results)
     panel.line([-0.75, last + 0.5], [at, at], "own", dash=":", width=1.4)
-    panel.text(f"{x:.7g}", min(max(at, 0.45), 0.55), -1.3, color="own")  # above its ring, between the neighbours
     every = [(row, result, 0.5) for row, result in enumerate(results.values())]
     for row, result, share in every + [(last, result, share) for result, share in odds.items()]:
         fits = math.isfinite(result)  # inf and NaN lie beyond what is too large

@@ -556,7 +556,7 @@ function render({ model, el }) {
 	function place(h, v) {
 		const { m, p, g } = h, [reach, bar, note, grip] = g.children, across = m.axis === "x", both = m.axis === "xy";
 		const own = (u) => at(m.base ?? 0, index) + (m.slope ?? 1) * u, free = both || m.cross != null;
-		const other = free ? at(m.cross, index) : across ? p.backY(p.top + 4) : p.x.hi;
+		const other = free ? at(m.cross, index) : across ? p.backY(m.foot ? p.bottom - 4 : p.top + 4) : p.x.hi;
 		const [a, b] = both ? v : across ? [own(v), other] : [other, own(v)];
 		const x = clamp(p.X(a), p.left, p.right), y = clamp(p.Y(b), p.top, p.bottom - 3); // off the numbers of the axis
 		h.value = v;

@@ -266,11 +266,11 @@ class Panel:
     def handle(self, axis: str, name: str, at: ArrayLike, low: float, high: float, label: str, **more: object) -> None:
         """A grip that the reader drags, or moves with the arrow keys, to set the parameter `name`.
 
-        It lies at base + slope * value of its axis, "x" or "y", across the whole panel or, with `cross`, at one place
-        of the other axis. On "xy" it is the tip of a vector: it sets its length, and `turns`, its angle in degrees.
-        `log2=True` sets 2^value; `gesture=True` adds {step: value} to a parameter that is a `Stroke`; `note` is
-        written beside it. `look` "plain" has no ring of its own, "glides" goes slowly to where it is sent. `sets`, one
-        dict for each place, are the parameters that it sets in place of `name`.
+        It lies at base + slope * value of its axis, "x" or "y", across the whole panel (`foot=True` puts its ring at
+        the lower end) or, with `cross`, at one place of the other axis. On "xy" it is the tip of a vector: it sets its
+        length, and `turns`, its angle in degrees. `log2=True` sets 2^value; `gesture=True` adds {step: value} to a
+        parameter that is a `Stroke`; `note` is written beside it. `look` "plain" has no ring of its own, "glides" goes
+        slowly to where it is sent. `sets`, one dict for each place, are the parameters that it sets in place of `name`.
         """
         self.add("handle", axis=axis, name=name, at=at, lo=low, hi=high, label=label, **{"step": 1, **more})
 

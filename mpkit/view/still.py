@@ -247,7 +247,7 @@ def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, An
     at = np.clip(base + m.get("slope", 1) * item(m["at"], index), *sorted((own["lo"], own["hi"])))
     whole, left = cross is None, cross is None and not across
     if whole:  # off the title, as in the page
-        cross = p["x"]["hi"] if left else p["y"]["hi"] - 4 / high * (p["y"]["hi"] - p["y"]["lo"])
+        cross = p["x"]["hi"] if left else np.interp((1 - 4 / high, 4 / high)["foot" in m], (0, 1), axes.get_ylim())
     ends = np.array([(base, cross), (at, cross)])[:, :: 1 if across else -1]
     ends[:, 0] += axes.get_xlim()[0] - p["x"]["lo"]
     x, y = ends[1]
